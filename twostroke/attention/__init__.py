@@ -1,0 +1,1 @@
+"""Paged attention: one interface, several backends. May import kernels (and torch)."""

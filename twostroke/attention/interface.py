@@ -1,0 +1,69 @@
+"""The interface between a model and paged attention."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.step import StepInputs
+
+
+class LayerSpec(NamedTuple):
+    """The attention of one layer.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key and value heads; divides `heads`.
+        head_dim: size of a head.
+        scale: factor on the scores before the softmax.
+        window: a query sees its own position and the window - 1 before it; 0 sees all before it.
+        group: the cache group whose block tables the layer uses.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    group: int = 0
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block's K and V in this layer."""
+        return 2 * self.kv_heads * block_size * self.head_dim * dtype.itemsize
+
+
+class Attention(ABC):
+    """Writes a step's K and V into the paged cache and attends to it.
+
+    The cache of a layer is two tensors [num_blocks, kv_heads, block_size, head_dim]. They are allocated once, outside
+    any graph pool, and zero at first, so that what padding reads is finite.
+    """
+
+    def __init__(
+        self, layers: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = layers
+        self.block_size = block_size
+
+        def blocks(layer: LayerSpec) -> torch.Tensor:
+            return torch.zeros(num_blocks, layer.kv_heads, block_size, layer.head_dim, dtype=dtype, device=device)
+
+        self.keys = [blocks(layer) for layer in layers]
+        self.values = [blocks(layer) for layer in layers]
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Store k and v at `step.cache_slots`, then attend.
+
+        Args:
+            layer: index into `layers`.
+            q: [T, heads, head_dim], rotary embedding applied. The last dimension is contiguous, others may be strided.
+            k: [T, kv_heads, head_dim], likewise.
+            v: [T, kv_heads, head_dim], likewise.
+            step: the step.
+
+        Returns:
+            [T, heads, head_dim], contiguous, dtype of q. Dead lanes get finite values that nobody reads.
+        """

@@ -1,0 +1,28 @@
+"""The errors that twostroke raises. Every one of them is a `TwostrokeError`."""
+
+
+class TwostrokeError(Exception):
+    """Base class of all errors raised on purpose by twostroke."""
+
+
+class InvalidRequest(TwostrokeError, ValueError):
+    """A prompt or a sampling parameter was refused at submit; the message names it and its value."""
+
+
+class InvalidConfig(TwostrokeError, ValueError):
+    """An argument of the engine was refused; the message names it and its value."""
+
+
+class UnsupportedModel(TwostrokeError, ValueError):
+    """The model needs something that the chosen implementation does not have; the message names it."""
+
+
+class EngineClosed(TwostrokeError, RuntimeError):
+    """The engine was closed before, or while, the call ran."""
+
+
+class EngineDead(TwostrokeError, RuntimeError):
+    """The loop or one of its workers failed; `__cause__` is the first failure.
+
+    Every waiting caller receives it, and every later call fails with it at once.
+    """

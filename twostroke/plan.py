@@ -1,0 +1,96 @@
+"""The plan: an immutable description of one step, and the step's output as the CPU reads it.
+
+Plans hold numpy arrays and ints only and can be pickled, so another process can be sent one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+
+import numpy as np
+
+from .request import MAX_STOP_IDS
+
+DUMMY_BLOCK = 0
+"""The block that padding and dead rows read and write; no sample ever owns it."""
+
+ROW_RECORD = np.dtype(
+    [
+        ("row", np.int32),
+        ("done", np.int32),  # 1: dead, writes no KV and yields no token
+        ("last_token", np.int32),  # what carry-over puts into the next step's input ids
+        ("length", np.int32),  # launched positions: KV positions that the queued steps fill
+        ("outputs", np.int32),  # tokens sampled so far; the output index of the next one
+        ("min_outputs", np.int32),  # stop ids are masked while outputs < min_outputs
+        ("max_outputs", np.int32),  # the row is done when outputs reaches it
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed_low", np.uint32),
+        ("seed_high", np.uint32),
+        ("stop_ids", np.int32, MAX_STOP_IDS),  # -1 where unused
+    ]
+)
+"""A row that joins, as one record of 4-byte words: the row number, then one word per field of the row state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. The tokens of a step are those of its lanes, one each, then those of its prompt chunks.
+
+    The sampled tokens come out in the order: lanes, then the chunks that end their row's prompt.
+
+    Attributes:
+        step: number of the step; steps are launched and committed in this order.
+        lane_rows: the row behind each lane in use, int32 [L].
+        chunks: prompt chunks, int32 [C, 4]: row, first position, tokens, 1 if the row samples after it (else 0).
+        prompt_tokens: token ids of the chunks, one after the other, int32 [sum of chunk tokens].
+        joins: rows that join the batch, `ROW_RECORD` [J].
+        block_deltas: blocks added, int32 [B, 4]: group, row, index in the row's table, block.
+        lane_deltas: lanes changed, int32 [M, 2]: lane, row (the dummy row for a lane that is no longer in use).
+    """
+
+    step: int
+    lane_rows: np.ndarray
+    chunks: np.ndarray
+    prompt_tokens: np.ndarray
+    joins: np.ndarray
+    block_deltas: np.ndarray
+    lane_deltas: np.ndarray
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.lane_rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward pass runs over."""
+        return len(self.lane_rows) + len(self.prompt_tokens)
+
+    def sampling_chunks(self) -> np.ndarray:
+        """The chunks that sample, int32 [S, 4], in the order of their outputs."""
+        return self.chunks[self.chunks[:, 3] == 1] if len(self.chunks) else self.chunks
+
+
+class Flag(IntFlag):
+    """What the device says of one sampled position."""
+
+    TOKEN = 1  # a token was sampled for a living row
+    STOP = 2  # it is one of the row's stop ids
+    LENGTH = 4  # it is the last one that the row may have
+    ERROR = 8  # the logits had a NaN, an infinity, or nothing to sample; no token
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step gave, in the order stated at `Plan`.
+
+    Attributes:
+        tokens: int32 [S].
+        flags: int32 [S], see `Flag`; 0 for a dead row.
+    """
+
+    tokens: np.ndarray
+    flags: np.ndarray

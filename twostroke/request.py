@@ -1,0 +1,283 @@
+"""Requests and samples: what a user asked for, and one continuation of it.
+
+Everything in this file is plain Python and numpy. Validation is in one place, `Request.create`, which runs at submit.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidRequest
+
+MAX_STOP_IDS = 32
+"""Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
+
+SEED_BITS = 64
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen. Checked at submit, never silently changed.
+
+    The kept tokens are found in the order temperature, top_k, top_p, min_p; the token is then drawn from them by
+    argmax(logit / temperature + Gumbel noise).
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it. Finite and >= 0.
+        top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 is off, as is any k >= vocabulary.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]; 1 is off.
+        min_p: keep tokens whose probability is at least min_p times the largest one, in [0, 1]; 0 is off.
+        seed: key of the random numbers, in [0, 2**64). None: the engine draws one and returns it in the result.
+        max_tokens: most tokens to generate, >= 1. None is up to the context limit; more than that is clamped to it.
+        min_tokens: end-of-sequence and stop token ids cannot be sampled before this many tokens, >= 0.
+        ignore_eos: the model's end-of-sequence ids do not stop the sample; `stop_token_ids` still do.
+        stop_token_ids: further token ids that stop the sample. The stop token is part of the token ids, not of the text.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        known = {f.name for f in fields(cls)}
+        for name, value in kwargs.items():
+            if name not in known:
+                raise InvalidRequest(f"{name}={value!r} is not a sampling parameter; known are {', '.join(sorted(known))}")
+        return super().__new__(cls)
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for the first parameter that is out of its range or of a wrong type."""
+        for name, low, high, open_low in (
+            ("temperature", 0.0, math.inf, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
+                raise InvalidRequest(f"{name}={value!r} must be a finite number")
+            if value < low or value > high or (open_low and value == low):
+                raise InvalidRequest(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest(f"temperature={self.temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+        require_int("top_k", self.top_k, low=-1)
+        require_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None:
+            require_int("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+        if self.seed is not None:
+            require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence | np.ndarray):
+            raise InvalidRequest(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+
+
+MIN_TEMPERATURE = 1e-5
+"""Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
+
+
+def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
+    """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(f"{name}={value!r} must be an integer")
+    if low is not None and value < low:
+        raise InvalidRequest(f"{name}={value!r} must be at least {low}")
+    if high is not None and value > high:
+        raise InvalidRequest(f"{name}={value!r} must be at most {high}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request is checked against: facts of the model and of the cache."""
+
+    vocab_size: int
+    max_model_len: int
+    """Prompt + output tokens of one sample may not exceed this."""
+    block_size: int
+    usable_blocks: int
+    """Blocks of the cache that requests can have (the dummy block is not among them)."""
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def cache_positions(self) -> int:
+        """KV positions that one sample can have at most."""
+        return self.usable_blocks * self.block_size
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: every field can be used as it is.
+
+    Attributes:
+        id: unique among the requests that are alive.
+        prompt: token ids, int32 [P], read-only.
+        params: as the user gave them.
+        seed: the 64-bit key of the random numbers, drawn by the engine if the user gave none.
+        max_tokens: the tokens that the sample can have, clamped to the context limit; >= 1.
+        stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
+            `MAX_STOP_IDS`.
+    """
+
+    id: str
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_ids: np.ndarray
+
+    @classmethod
+    def create(
+        cls, request_id: str, prompt: Sequence[int] | np.ndarray, params: SamplingParams, seed: int, limits: Limits
+    ) -> Request:
+        """Check a request against `limits`.
+
+        `seed` is used where `params.seed` is None.
+
+        Raises:
+            InvalidRequest: a parameter is out of range, or the request can never fit; the message has the numbers.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params={params!r} must be a SamplingParams")
+        params.validate()
+        ids = _token_ids("prompt", prompt, limits.vocab_size)
+        if len(ids) == 0:
+            raise InvalidRequest("prompt=[] is empty: at least one token is needed")
+        blocks = -(-len(ids) // limits.block_size)
+        if blocks > limits.usable_blocks:
+            raise InvalidRequest(
+                f"prompt of {len(ids)} tokens needs {blocks} blocks of {limits.block_size}, the cache has "
+                f"{limits.usable_blocks} usable"
+            )
+        if len(ids) >= limits.max_model_len:
+            raise InvalidRequest(
+                f"prompt of {len(ids)} tokens leaves no room for output: max_model_len={limits.max_model_len}"
+            )
+        max_tokens = _resolve_max_tokens(params.max_tokens, len(ids), limits)
+        stops = _token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+        eos = () if params.ignore_eos else limits.eos_ids
+        stop_ids = np.array(sorted({*eos, *stops.tolist()}), np.int32)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise InvalidRequest(
+                f"stop_token_ids={list(params.stop_token_ids)!r}: with the model's end-of-sequence ids there are "
+                f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported"
+            )
+        seed = seed if params.seed is None else int(params.seed)
+        ids.flags.writeable = stop_ids.flags.writeable = False
+        return cls(request_id, ids, params, seed, max_tokens, stop_ids)
+
+
+def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return `ids` as a new int32 array, or raise `InvalidRequest` that names the first bad id and its place."""
+    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
+        raise InvalidRequest(f"{name}={ids!r} must be a list of token ids")
+    array = np.asarray(ids) if isinstance(ids, np.ndarray) else None
+    if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
+        # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word.
+        for place, token in enumerate(ids):
+            require_int(f"{name}[{place}]", token)
+        array = np.array([int(t) for t in ids], dtype=object)
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(bad):
+        place = int(bad[0])
+        raise InvalidRequest(f"{name}[{place}]={array[place]} must be a token id in [0, {vocab_size})")
+    return array.astype(np.int32)
+
+
+def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> int:
+    """Clamp `max_tokens` to the context limit; refuse what the cache can never hold.
+
+    The last token of a sample needs no KV position, so a sample of P + M tokens occupies P + M - 1 positions.
+    """
+    context_room = limits.max_model_len - prompt_len
+    cache_room = limits.cache_positions + 1 - prompt_len
+    if asked is None:
+        return min(context_room, cache_room)
+    max_tokens = min(int(asked), context_room)
+    if max_tokens > cache_room:
+        blocks = -(-(prompt_len + max_tokens - 1) // limits.block_size)
+        raise InvalidRequest(
+            f"max_tokens={asked}: a prompt of {prompt_len} tokens and {max_tokens} new ones need {blocks} blocks of "
+            f"{limits.block_size}, the cache has {limits.usable_blocks} usable"
+        )
+    return max_tokens
+
+
+class SampleState(StrEnum):
+    """Where a sample stands. WAITING <-> RUNNING (by admission, preemption), then FINISHED for ever."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass
+class Timings:
+    """Moments of a sample's life, in seconds of `time.perf_counter`; None until they happened."""
+
+    submitted: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(eq=False)
+class Sample:
+    """One continuation of a request. Owned by the loop's thread from submit until it is FINISHED.
+
+    Attributes:
+        request: what was asked for.
+        index: the number of the sample within its request.
+        state: see `SampleState`.
+        order: arrival number, given by the scheduler; smaller is older.
+        tokens: prompt and output token ids, int32; current whenever the sample has no row.
+        preemptions: how often it lost its place to an older sample.
+        finish_reason: why it ended; None before that.
+        error: what went wrong, where the reason is `error`.
+    """
+
+    request: Request
+    index: int = 0
+    state: SampleState = SampleState.WAITING
+    order: int = -1
+    tokens: np.ndarray = field(init=False)
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    timings: Timings = field(default_factory=lambda: Timings(time.perf_counter()))
+
+    def __post_init__(self) -> None:
+        self.tokens = self.request.prompt
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def output(self) -> np.ndarray:
+        """Output token ids, int32; current whenever the sample has no row."""
+        return self.tokens[self.prompt_len :]

@@ -1,0 +1,1 @@
+"""Which tokens run next: admission, chunking, preemption. May import request, plan and cache; no torch."""

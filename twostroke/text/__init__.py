@@ -1,0 +1,1 @@
+"""From token ids to text and back: tokenizer, chat template, detokenizer, delivery. May import request; no torch."""
