@@ -48,7 +48,8 @@ class SamplingParams:
         max_tokens: most tokens to generate, >= 1. None is up to the context limit; more than that is clamped to it.
         min_tokens: end-of-sequence and stop token ids cannot be sampled before this many tokens, >= 0.
         ignore_eos: the model's end-of-sequence ids do not stop the sample; `stop_token_ids` still do.
-        stop_token_ids: further token ids that stop the sample. The stop token is part of the token ids, not of the text.
+        stop_token_ids: further token ids that stop the sample. The stop token is part of
+            the token ids, not of the text.
     """
 
     temperature: float = 1.0
@@ -65,7 +66,9 @@ class SamplingParams:
         known = {f.name for f in fields(cls)}
         for name, value in kwargs.items():
             if name not in known:
-                raise InvalidRequest(f"{name}={value!r} is not a sampling parameter; known are {', '.join(sorted(known))}")
+                raise InvalidRequest(
+                    f"{name}={value!r} is not a sampling parameter; known are {', '.join(sorted(known))}"
+                )
         return super().__new__(cls)
 
     def validate(self) -> None:

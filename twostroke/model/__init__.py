@@ -1,1 +1,1 @@
-"""Models: the native decoder, the adapter for transformers models, loading. May import attention, kernels, transformers."""
+"""Models: the native decoder, the transformers adapter, loading. May import attention, kernels, transformers."""
