@@ -1,0 +1,120 @@
+"""The native decoder: one model for the Llama family."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ..attention.interface import Attention
+from ..kernels import ops
+from ..kernels.step import StepInputs
+from .config import DecoderConfig
+from .linear import Linear
+
+
+class _Layer:
+    """The weights of one layer: q, k and v merged into one projection, gate and up into another."""
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+        def norm(size: int) -> torch.Tensor:
+            return torch.ones(size, dtype=dtype, device=device)
+
+        self.attention_norm = norm(hidden)
+        self.qkv = Linear(hidden, queries + 2 * keys, config.qkv_bias, dtype, device)
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.output = Linear(queries, hidden, config.output_bias, dtype, device)
+        self.mlp_norm = norm(hidden)
+        self.gate_up = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
+        self.down = Linear(inner, hidden, config.mlp_bias, dtype, device)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    @property
+    def norms(self) -> list[torch.Tensor]:
+        norms = (self.attention_norm, self.q_norm, self.k_norm, self.mlp_norm)
+        return [norm for norm in norms if norm is not None]
+
+
+class Decoder:
+    """A decoder of the Llama family, as `model.interface.Model`. For inference: no tensor has a gradient.
+
+    A new decoder's matrices and biases are uninitialised, its norms 1; `weights` fills them. `pack` must be called once
+    they are filled, before the first forward pass.
+    """
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.layers = config.layer_specs()
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions
+        self.dtype = dtype
+        self.device = device
+        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.blocks = [_Layer(config, dtype, device) for _ in config.windows]
+        self.final_norm = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        self.head = (
+            Linear.tied(self.embedding)
+            if config.tied
+            else Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        )
+        self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._step_tensors())
+
+    def _step_tensors(self) -> list[torch.Tensor]:
+        """What a decode step reads in full: not the embedding, unless it is the output head too."""
+        tensors = [self.final_norm, *self.head.tensors()]
+        for block in self.blocks:
+            tensors += block.norms
+            for linear in block.linears:
+                tensors += linear.tensors()
+        return tensors
+
+    def pack(self) -> None:
+        """Bring the linear layers into the layout that is fastest on this device; plain weights are let go."""
+        for block in self.blocks:
+            for linear in block.linears:
+                linear.pack()
+        self.head.pack()
+
+    def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
+        """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None).
+
+        Nothing here waits for the device or has a shape that depends on data, so the pass can be captured.
+        """
+        eps = self.config.norm_eps
+        cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
+        residual = functional.embedding(step.input_ids, self.embedding)
+        normed = ops.rms_norm(residual, self.blocks[0].attention_norm, eps)
+        following = [block.attention_norm for block in self.blocks[1:]] + [self.final_norm]
+        for index, (block, next_norm) in enumerate(zip(self.blocks, following, strict=True)):
+            mixed = self._attend(index, normed, cos, sin, step, attention)
+            if index == len(self.blocks) - 1 and step.sample_index is not None:
+                # After the last attention tokens no longer meet, so only those that are sampled go on.
+                mixed = mixed.index_select(0, step.sample_index)
+                residual = residual.index_select(0, step.sample_index)
+            normed, residual = ops.add_rms_norm(block.output(mixed), residual, block.mlp_norm, eps)
+            fed = block.down(ops.silu_mul(block.gate_up(normed)))
+            normed, residual = ops.add_rms_norm(fed, residual, next_norm, eps)
+        return self.head(normed)
+
+    def _attend(
+        self,
+        index: int,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: StepInputs,
+        attention: Attention,
+    ) -> torch.Tensor:
+        """[T, hidden] -> what the heads of layer `index` saw, [T, heads * head_dim]."""
+        block, config = self.blocks[index], self.config
+        heads = block.qkv(normed).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
+        q, k, v = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        ops.rotate_(q, k, cos, sin, block.q_norm, block.k_norm, config.norm_eps)
+        return attention.forward(index, q, k, v, step).flatten(1)
