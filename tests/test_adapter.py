@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -285,6 +286,38 @@ def test_two_models_in_one_process_keep_apart():
     for family, batch in batches.items():
         expected = plain_logits(FAMILIES[family])
         close(batch.step(lanes=[(0, 10, a[10])]), expected[:1, 10])
+
+
+class EchoAttention(Attention):
+    def forward(self, layer, q, k, v, step):
+        return q.contiguous()
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fails on operators that would make the CPU wait for a GPU: reading a number, or a shape that data decides."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"}, name
+        indices = args[1] if name == "index" else ()
+        assert all(index is None or index.dtype != torch.bool for index in indices), "index with a mask"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_reads_nothing_back_from_the_device(family):
+    batch = Batch(adapted(FAMILIES[family]))
+    batch.attention = EchoAttention(batch.model.layers, 1, BLOCK, torch.float32, torch.device("cpu"))
+    seen = []
+    own = batch.model.forward
+
+    def forward(step, attention):
+        with NoHostRead():
+            seen.append(own(step, attention))
+
+    batch.model.forward = forward
+    batch.step(chunks=[(0, 0, [1, 2, 3])], sample_index=torch.tensor([2]))
+    assert seen[0].shape == (1, 97)
 
 
 def test_running_builds_no_mask(monkeypatch):
