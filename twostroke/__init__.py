@@ -1,3 +1,48 @@
-"""twostroke: an LLM inference engine in which the CPU and the GPU never wait for each other."""
+"""twostroke: an LLM inference engine in which the CPU and the GPU never wait for each other.
+
+from twostroke import Engine, SamplingParams
+
+with Engine() as engine:
+    for output in engine.generate(["The capital of France is"], SamplingParams(temperature=0)):
+        print(output.text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedModel
+from .request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .text.handle import Handle
+    from .text.output import Delta, RequestOutput
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Delta",
+    "Engine",
+    "EngineClosed",
+    "EngineDead",
+    "FinishReason",
+    "Handle",
+    "InvalidConfig",
+    "InvalidRequest",
+    "RequestOutput",
+    "SamplingParams",
+    "TwostrokeError",
+    "UnsupportedModel",
+]
+
+_LAZY = {"Engine": "engine", "Handle": "text.handle", "Delta": "text.output", "RequestOutput": "text.output"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and torch with it, only when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)

@@ -1,0 +1,270 @@
+"""Putting an engine together: device, model, memory, scheduler, slots, runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .attention.interface import Attention
+from .config import EngineConfig
+from .device.batch_state import BatchState
+from .device.buckets import Buckets
+from .device.cpu import CpuDevice
+from .device.layout import input_capacity
+from .device.memory import available_bytes
+from .device.slot import Slot
+from .device.streams import Device
+from .errors import InvalidConfig
+from .kernels.batch import TorchBatchOps
+from .kernels.step import StepInputs
+from .model.interface import Model
+from .model.load import LoadedModel, load_model
+from .plan import ROW_RECORD, Plan
+from .request import Limits
+from .runner import BatchOps, Runner
+from .sampling.sampler import sample
+from .sampling.state import SamplingState
+from .scheduler.scheduler import Scheduler
+from .text.tokenizer import Tokenizer, load_tokenizer
+
+_PROFILE_STEP = 0
+
+
+@dataclass
+class Parts:
+    """A built engine, not yet running."""
+
+    device: Device
+    loaded: LoadedModel
+    tokenizer: Tokenizer | None
+    limits: Limits
+    scheduler: Scheduler
+    runner: Runner
+    slots: list[Slot]
+    num_blocks: int
+    cache_bytes: int
+    graphs: int
+
+
+class Forward:
+    """The model over its attention: inputs of a step -> logits [S, V]."""
+
+    def __init__(self, model: Model, attention: Attention) -> None:
+        self.model = model
+        self.attention = attention
+
+    def __call__(self, step: StepInputs) -> torch.Tensor:
+        return self.model.forward(step, self.attention)
+
+
+def build(config: EngineConfig) -> Parts:
+    """Build everything, in the order that memory wants: weights, profile, cache, graphs.
+
+    Raises:
+        InvalidConfig, UnsupportedModel: a setting does not fit the model or the device.
+    """
+    device = _make_device(config.device)
+    try:
+        return _Builder(config, device).build()
+    except BaseException:
+        device.close()
+        raise
+
+
+def _make_device(device: str | Device) -> Device:
+    if isinstance(device, Device):
+        return device
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        wanted = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidConfig(f"device={device!r} is not a device: {error}") from error
+    if wanted.type == "cpu":
+        return CpuDevice()
+    if wanted.type != "cuda" or not torch.cuda.is_available():
+        raise InvalidConfig(f"device={device!r} is not available here")
+    from .device.cuda import CudaDevice
+
+    return CudaDevice(wanted)
+
+
+class _Builder:
+    def __init__(self, config: EngineConfig, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.on_cuda = device.torch_device.type == "cuda"
+        self.attention = config.attention
+        if self.attention == "auto":
+            self.attention = "triton" if self.on_cuda else "torch"
+        if self.attention == "triton" and not self.on_cuda:
+            raise InvalidConfig("attention='triton' needs a CUDA device")
+        if self.attention == "torch" and self.on_cuda and config.graphs:
+            raise InvalidConfig("attention='torch' cannot be captured on CUDA: give graphs=False with it")
+        # Every lane needs a token of the step's budget.
+        self.max_lanes = min(config.max_rows, config.max_step_tokens)
+
+    @torch.inference_mode()
+    def build(self) -> Parts:
+        config, device = self.config, self.device
+        loaded = load_model(
+            config.model, impl=config.impl, device=device.torch_device, dtype=config.dtype, seed=config.seed or 0
+        )
+        model = loaded.model
+        longest = self._longest(model)
+        state = self._make_state(model, longest)
+        forward = Forward(model, self._make_attention(model, 1))
+        buckets = Buckets.padded(self.max_lanes) if self.on_cuda else Buckets.exact(self.max_lanes)
+        sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
+        runner = Runner(device, state, self._make_ops(), forward, partial(_sample, sampling), buckets)
+        slots = [self._make_slot(self._num_groups(model)) for _ in range(config.slots)]
+        reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
+        num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
+        forward.attention = self._make_attention(model, num_blocks)
+        graphs = self._capture(runner, slots) if self.on_cuda and config.graphs else 0
+        usable = num_blocks - 1
+        max_model_len = config.max_model_len or min(longest, usable * config.block_size)
+        eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
+        return Parts(
+            device=device,
+            loaded=loaded,
+            tokenizer=_find_tokenizer(loaded.directory),
+            limits=Limits(model.vocab_size, max_model_len, config.block_size, usable, eos_ids),
+            scheduler=self._make_scheduler(model, num_blocks, max_model_len),
+            runner=runner,
+            slots=slots,
+            num_blocks=num_blocks,
+            cache_bytes=num_blocks * self._block_bytes(model),
+            graphs=graphs,
+        )
+
+    def _longest(self, model: Model) -> int:
+        wanted = self.config.max_model_len
+        if wanted is not None and wanted > model.max_positions:
+            raise InvalidConfig(f"max_model_len={wanted} exceeds the model's {model.max_positions} positions")
+        return wanted or model.max_positions
+
+    def _num_groups(self, model: Model) -> int:
+        return 1 + max(layer.group for layer in model.layers)
+
+    def _make_state(self, model: Model, longest: int) -> BatchState:
+        config = self.config
+        return BatchState(
+            self.device,
+            max_rows=config.max_rows,
+            max_lanes=self.max_lanes,
+            max_tokens=config.max_step_tokens,
+            table_width=-(-longest // config.block_size),
+            block_size=config.block_size,
+            num_groups=self._num_groups(model),
+        )
+
+    def _make_ops(self) -> BatchOps:
+        if not self.on_cuda:
+            return TorchBatchOps()
+        from .kernels.batch_triton import TritonBatchOps
+
+        return TritonBatchOps()
+
+    def _make_attention(self, model: Model, num_blocks: int) -> Attention:
+        arguments = (model.layers, num_blocks, self.config.block_size, model.dtype, self.device.torch_device)
+        if self.attention == "torch":
+            from .attention.torch_backend import TorchAttention
+
+            return TorchAttention(*arguments)
+        from .attention.triton_backend import TritonAttention
+
+        return TritonAttention(*arguments, max_lanes=self.max_lanes)
+
+    def _make_slot(self, num_groups: int) -> Slot:
+        config = self.config
+        words = input_capacity(
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            block_size=config.block_size,
+            num_groups=num_groups,
+        )
+        return Slot(self.device, words, self.max_lanes)
+
+    def _make_scheduler(self, model: Model, num_blocks: int, max_model_len: int) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            max_chunk_tokens=config.max_chunk_tokens,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            num_groups=self._num_groups(model),
+        )
+
+    def _block_bytes(self, model: Model) -> int:
+        return sum(layer.block_bytes(self.config.block_size, model.dtype) for layer in model.layers)
+
+    def _affordable_blocks(self, model: Model, longest: int, reserve: int) -> int:
+        """Return the blocks that memory has room for, at most what all rows at full length can use."""
+        budget = self.config.cache_bytes
+        if budget is None:
+            budget = available_bytes(self.device.torch_device) - reserve
+        blocks = budget // self._block_bytes(model)
+        if blocks < 2:
+            raise InvalidConfig(
+                f"cache_bytes={budget} holds {max(blocks, 0)} blocks of {self._block_bytes(model)} bytes; at least 2 "
+                "(the dummy block and one more) are needed"
+            )
+        return int(min(blocks, 1 + self.config.max_rows * -(-longest // self.config.block_size)))
+
+    def _profile(self, runner: Runner, slot: Slot, longest: int) -> int:
+        """Run the largest steps eagerly on the dummy row; return the bytes to keep free for steps and graphs."""
+        torch.cuda.reset_peak_memory_stats(self.device.torch_device)
+        before = torch.cuda.memory_allocated(self.device.torch_device)
+        prompt = min(self.config.max_step_tokens, longest)
+        for lanes, tokens in ((0, prompt), (self.max_lanes, 0)):
+            plan = _dummy_plan(self.config.max_rows, lanes, tokens)
+            runner.launch(plan, slot)
+            runner.wait(plan, slot)
+        runner.forget_activity()
+        peak = torch.cuda.max_memory_allocated(self.device.torch_device) - before
+        # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
+        return 2 * peak
+
+    def _capture(self, runner: Runner, slots: list[Slot]) -> int:
+        from .device.cuda import CudaStream
+        from .device.graphs import Graphs
+
+        assert isinstance(self.device.compute, CudaStream)
+        graphs = Graphs(self.device.compute.raw)
+        runner.capture(graphs, slots)
+        return len(graphs)
+
+
+def _sample(
+    state: SamplingState, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, errors: torch.Tensor
+) -> None:
+    sample(logits, rows, state, tokens, errors)
+
+
+def _dummy_plan(dummy_row: int, lanes: int, tokens: int) -> Plan:
+    """Return a plan of padding only: lanes in no use, or a prompt chunk of the dummy row."""
+    chunks = [[dummy_row, 0, tokens, 1]] if tokens else []
+    none = np.zeros(0, np.int32)
+    return Plan(
+        step=_PROFILE_STEP,
+        lane_rows=np.full(lanes, dummy_row, np.int32),
+        chunks=np.array(chunks, np.int32).reshape(-1, 4),
+        prompt_tokens=np.zeros(tokens, np.int32),
+        joins=np.zeros(0, ROW_RECORD),
+        block_deltas=none.reshape(0, 4),
+        lane_deltas=none.reshape(0, 2),
+    )
+
+
+def _find_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """Return the tokenizer of a model directory; None if it has none."""
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if directory is None or not any((directory / name).is_file() for name in files):
+        return None
+    return load_tokenizer(directory)

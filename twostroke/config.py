@@ -1,0 +1,74 @@
+"""The engine's configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidConfig
+
+MAX_SLOTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of an engine; `Engine` documents them. Checked by `validate`."""
+
+    model: str | os.PathLike[str]
+    impl: str
+    device: Any
+    dtype: Any
+    loop: str
+    slots: int
+    max_rows: int
+    max_step_tokens: int
+    max_chunk_tokens: int | None
+    block_size: int
+    num_blocks: int | None
+    cache_bytes: int | None
+    max_model_len: int | None
+    attention: str
+    graphs: bool
+    seed: int | None
+
+    def validate(self) -> None:
+        """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
+        self._one_of("impl", "auto", "native", "transformers")
+        self._one_of("loop", "async", "sync")
+        self._one_of("attention", "auto", "triton", "torch")
+        for name, low, high in (
+            ("slots", 1, MAX_SLOTS),
+            ("max_rows", 1, None),
+            ("max_step_tokens", 1, None),
+            ("max_chunk_tokens", 1, None),
+            ("block_size", 1, None),
+            ("num_blocks", 2, None),
+            ("cache_bytes", 1, None),
+            ("max_model_len", 2, None),
+            ("seed", 0, 2**64 - 1),
+        ):
+            self._integer(name, low, high)
+        if not isinstance(self.graphs, bool):
+            raise InvalidConfig(f"graphs={self.graphs!r} must be True or False")
+        if self.num_blocks is not None and self.cache_bytes is not None:
+            raise InvalidConfig(
+                f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"
+            )
+
+    def _one_of(self, name: str, *choices: str) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise InvalidConfig(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+    def _integer(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        if value is None and name in _OPTIONAL:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidConfig(f"{name}={value!r} must be an integer")
+        if value < low or (high is not None and value > high):
+            raise InvalidConfig(f"{name}={value!r} must be {f'in [{low}, {high}]' if high else f'at least {low}'}")
+
+
+_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "seed"}

@@ -1,0 +1,68 @@
+"""How a plan lies in a slot's input: a header, then five sections packed one behind the other.
+
+Only the words in use are copied, so a steady decode step sends the header alone.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from ..plan import ROW_RECORD, Plan
+
+HEADER_WORDS = 16
+RECORD_WORDS = ROW_RECORD.itemsize // 4
+
+
+class Header(IntEnum):
+    """Places of the header's words. A section's `_AT` word is its offset in the input, in words."""
+
+    NUM_LANES = 0
+    NUM_CHUNKS = 1
+    NUM_PROMPT_TOKENS = 2
+    NUM_JOINS = 3
+    NUM_BLOCK_DELTAS = 4
+    NUM_LANE_DELTAS = 5
+    JOINS_AT = 6
+    BLOCK_DELTAS_AT = 7
+    LANE_DELTAS_AT = 8
+    CHUNKS_AT = 9
+    PROMPT_TOKENS_AT = 10
+    STEP = 11
+
+
+def input_capacity(*, max_rows: int, max_step_tokens: int, block_size: int, num_groups: int) -> int:
+    """Return the words that the largest plan needs.
+
+    A step can add a block to every lane, and to every chunk one more than it fills.
+    """
+    block_deltas = num_groups * (2 * max_rows + max_step_tokens // block_size + 1)
+    lane_deltas = 2 * max_rows
+    return HEADER_WORDS + max_rows * RECORD_WORDS + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
+
+
+def pack(plan: Plan, words: np.ndarray) -> int:
+    """Write `plan` into `words`, int32 [capacity], and return the number of words in use."""
+    at = HEADER_WORDS
+    offsets = []
+    for section in (plan.joins.view(np.int32), plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens):
+        offsets.append(at)
+        if section.size:
+            words[at : at + section.size] = section.reshape(-1)
+            at += section.size
+    words[:HEADER_WORDS] = (
+        plan.num_lanes,
+        len(plan.chunks),
+        len(plan.prompt_tokens),
+        len(plan.joins),
+        len(plan.block_deltas),
+        len(plan.lane_deltas),
+        *offsets,
+        plan.step & 0x7FFFFFFF,
+        0,
+        0,
+        0,
+        0,
+    )
+    return at

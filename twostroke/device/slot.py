@@ -1,0 +1,66 @@
+"""A slot: the buffers and events of one step in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..plan import Plan, StepOutput
+from .layout import pack
+from .streams import Device
+
+
+class Slot:
+    """One of two (or more) sets of buffers through which steps go to the device and back.
+
+        fill        h2d copy        compute            d2h copy        read
+        host_input ---------> device_input ... device_output ---------> host_output
+                   h2d_done               compute_done        d2h_done
+
+    The host does not touch the host buffers between a launch and its `d2h_done` (invariant 2); the device input is
+    written by the h2d stream alone, and only after the step that read it last is committed.
+
+    Attributes:
+        host_input, device_input: int32 [input words].
+        device_output, host_output: int32 [max sampled, 2]: token, flags.
+        words: words of the input in use.
+        outputs: sampled positions of the step in flight.
+    """
+
+    def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
+        self.host_input = device.host_buffer(input_words)
+        self.device_input = device.buffer(input_words)
+        self.device_output = device.buffer(max_outputs, 2)
+        self.host_output = device.host_buffer(max_outputs, 2)
+        self.h2d_done = device.event()
+        self.compute_done = device.event()
+        self.d2h_done = device.event()
+        self.words = 0
+        self.outputs = 0
+        self._host_words: np.ndarray = self.host_input.numpy()
+        self._host_outputs: np.ndarray = self.host_output.numpy()
+
+    def fill(self, plan: Plan, outputs: int) -> None:
+        """Write the plan into the host input."""
+        self.words = pack(plan, self._host_words)
+        self.outputs = outputs
+
+    def copy_in(self) -> None:
+        """Copy the words in use to the device; called on the h2d stream."""
+        self.device_input[: self.words].copy_(self.host_input[: self.words], non_blocking=True)
+
+    def copy_out(self) -> None:
+        """Copy the outputs to the host; called on the d2h stream."""
+        self.host_output[: self.outputs].copy_(self.device_output[: self.outputs], non_blocking=True)
+
+    def read(self) -> StepOutput:
+        """Take the outputs; valid once `d2h_done` is."""
+        taken = self._host_outputs[: self.outputs].copy()
+        return StepOutput(tokens=taken[:, 0], flags=taken[:, 1])
+
+    @property
+    def host_bytes(self) -> int:
+        return 4 * (self.host_input.numel() + self.host_output.numel())
+
+    @property
+    def device_bytes(self) -> int:
+        return 4 * (self.device_input.numel() + self.device_output.numel())

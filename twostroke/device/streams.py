@@ -1,0 +1,85 @@
+"""What the runner asks of a device: three ordered streams, events between them, and buffers.
+
+The words mean what they mean in CUDA: work on a stream runs in the order it was queued; an event recorded on a stream
+is done when everything queued there before it is done; a stream that waits for an event holds back its later work.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A mark in a stream. `record` starts a new generation; a wait binds to the latest one recorded by then."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the latest recorded generation is done.
+
+        Raises:
+            Exception: whatever work on a stream of this device raised.
+        """
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue `work`: on CUDA it is called now and what it launches is queued, on the CPU a worker calls it later."""
+
+    def record(self, event: Event) -> None:
+        """Queue the completion of a new generation of `event`."""
+
+    def wait(self, event: Event) -> None:
+        """Hold back what is queued after this until the latest recorded generation of `event` is done."""
+
+
+class Meter(Protocol):
+    """Measures the compute stream: how long each step ran, and the gap before it."""
+
+    def begin(self) -> None:
+        """Called on the compute stream before a step's first work."""
+
+    def end(self) -> None:
+        """Called on the compute stream after a step's last work."""
+
+    def read(self) -> tuple[float, float]:
+        """Return (gap before the step, time of the step) in seconds, of the oldest step not read yet.
+
+        The step must be done; steps are read in the order in which they ran. The first step has no gap: 0.
+        """
+
+
+class Device(ABC):
+    """A place where steps run.
+
+    Attributes:
+        torch_device: where device tensors live.
+        h2d, compute, d2h: the three streams. Nothing of a step runs anywhere else.
+        meter: of the compute stream.
+    """
+
+    torch_device: torch.device
+    h2d: Stream
+    compute: Stream
+    d2h: Stream
+    meter: Meter
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Return a new event."""
+
+    @abstractmethod
+    def host_buffer(self, *shape: int) -> torch.Tensor:
+        """Return zeroed int32 host memory that an asynchronous copy may read or write (pinned on CUDA)."""
+
+    def buffer(self, *shape: int) -> torch.Tensor:
+        """Return zeroed int32 device memory."""
+        return torch.zeros(shape, dtype=torch.int32, device=self.torch_device)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let queued work end and stop the streams. Safe to call twice."""

@@ -1,0 +1,59 @@
+"""The inbox: commands that other threads leave for the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+Command = Callable[[Any], Any]
+
+
+class Inbox:
+    """A thread-safe list of commands, taken by the loop between steps.
+
+    A command is called with the scheduler, on the loop's thread; what it returns is handed over like a commit's result.
+    """
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._commands: list[Command] = []
+        self._closed: Exception | None = None
+
+    def put(self, command: Command) -> None:
+        """Leave a command.
+
+        Raises:
+            EngineClosed, EngineDead: the inbox is closed; the command will not run.
+        """
+        with self._arrived:
+            if self._closed is not None:
+                raise self._closed
+            self._commands.append(command)
+            self._arrived.notify()
+
+    def take(self, *, block: bool) -> list[Command]:
+        """Return the commands that have come, oldest first; with `block`, wait for one or for the inbox to close."""
+        if not block and not self._commands:
+            return []  # no lock in the steady state: a command that comes now is taken before the next step
+        with self._arrived:
+            while block and not self._commands and self._closed is None:
+                self._arrived.wait()
+            commands, self._commands = self._commands, []
+            return commands
+
+    def close(self, reason: Exception, last: Command | None = None) -> None:
+        """Refuse further commands with `reason`; those already here, and `last` after them, are still taken.
+
+        A second close does nothing: the first reason stays.
+        """
+        with self._arrived:
+            if self._closed is None:
+                self._closed = reason
+                if last is not None:
+                    self._commands.append(last)
+            self._arrived.notify_all()
+
+    @property
+    def open(self) -> bool:
+        return self._closed is None

@@ -1,0 +1,45 @@
+"""Prompts as callers write them: strings, token ids, chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .errors import InvalidRequest
+from .text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
+"""A string, token ids, or the messages of a chat."""
+
+
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, whether one was given or several. A flat list of ints or of messages is one prompt."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    listed: list[Any] = list(prompts)
+    one_prompt = bool(listed) and not any(isinstance(item, str | Sequence | np.ndarray) for item in listed)
+    return [listed] if one_prompt else listed
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:
+    """Return the token ids of a prompt; ids are returned as they are, to be checked with the rest of the request.
+
+    Raises:
+        InvalidRequest: it is not a prompt, or needs a tokenizer that the model does not have.
+    """
+    if isinstance(prompt, np.ndarray):
+        return prompt
+    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
+        raise InvalidRequest(f"prompt={prompt!r} must be a string, a list of token ids, or a list of chat messages")
+    is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
+    if not isinstance(prompt, str) and not is_chat:
+        return prompt  # type: ignore[return-value]
+    if tokenizer is None:
+        raise InvalidRequest(f"prompt={prompt!r}: this model has no tokenizer, give token ids")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.apply_chat_template(prompt)

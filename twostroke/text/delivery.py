@@ -1,0 +1,164 @@
+"""Delivery: the worker that turns tokens into text and hands both over, beside the loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from ..request import FinishReason, Sample
+from .detokenizer import Detokenizer
+from .handle import Handle
+from .output import RequestOutput
+from .tokenizer import Tokenizer
+
+_STOP = None
+
+
+class Committed(Protocol):
+    """What a commit has to hand over, see `scheduler.Committed`."""
+
+    @property
+    def finished(self) -> list[Sample]: ...
+    @property
+    def streamed(self) -> list[Sample]: ...
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+
+class _Stream:
+    """What was handed over of a streamed sample so far."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.pushed = 0
+        self.detokenizer = Detokenizer(tokenizer) if tokenizer else None
+
+    def push(self, ids: list[int]) -> str:
+        self.pushed += len(ids)
+        return self.detokenizer.push(ids) if self.detokenizer else ""
+
+    def finish(self) -> str:
+        return self.detokenizer.finish() if self.detokenizer else ""
+
+
+class Delivery:
+    """Hands over what the loop committed; the only place that makes text.
+
+    The loop's thread only queues; all work on text, and every wake-up of a consumer, is done by this worker. Consumers
+    that do not read cost one merged delta each, never more than the output itself.
+
+    Args:
+        tokenizer: None for a model without one.
+        on_error: called with the exception that ended the worker.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, on_error: Callable[[BaseException], None]) -> None:
+        self._tokenizer = tokenizer
+        self._on_error = on_error
+        self._queue: queue.SimpleQueue[Committed | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._handles: dict[Sample, tuple[Handle, int]] = {}
+        self._ids: set[str] = set()
+        self._streams: dict[Sample, _Stream] = {}
+        self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
+        self._thread.start()
+
+    def register(self, handle: Handle, index: int) -> bool:
+        """Expect the output of `handle`, which is prompt number `index` of its call. False: its id is in use."""
+        with self._lock:
+            if handle.request_id in self._ids:
+                return False
+            self._ids.add(handle.request_id)
+            self._handles[handle.sample] = (handle, index)
+            return True
+
+    def forget(self, handle: Handle) -> None:
+        """Undo `register`: the request did not reach the loop."""
+        self._pop(handle.sample)
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._handles)
+
+    def put(self, committed: Committed | None) -> None:
+        """Hand over a commit's result; called by the loop."""
+        if committed is not None and (committed.finished or committed.streamed):
+            self._queue.put(committed)
+
+    def fail(self, error: Exception) -> None:
+        """Make every request that has not ended fail with `error`."""
+        with self._lock:
+            handles = [handle for handle, _ in self._handles.values()]
+            self._handles.clear()
+            self._ids.clear()
+        for handle in handles:
+            handle.fail(error)
+
+    def close(self) -> None:
+        """Hand over what is queued, then end the worker."""
+        self._queue.put(_STOP)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _pop(self, sample: Sample) -> tuple[Handle, int] | None:
+        with self._lock:
+            entry = self._handles.pop(sample, None)
+            if entry is not None:
+                self._ids.discard(sample.request.id)
+            return entry
+
+    def _serve(self) -> None:
+        try:
+            while (committed := self._queue.get()) is not _STOP:
+                self._deliver(committed)
+        except BaseException as error:
+            self._on_error(error)
+
+    def _deliver(self, committed: Committed) -> None:
+        ended = set(committed.finished)
+        new: dict[Sample, list[int]] = {}
+        for sample, token in zip(committed.streamed, committed.tokens.tolist(), strict=True):
+            if sample not in ended:
+                new.setdefault(sample, []).append(token)
+        for sample, ids in new.items():
+            self._push(sample, ids)
+        for sample in committed.finished:
+            self._finish(sample)
+
+    def _push(self, sample: Sample, ids: list[int]) -> None:
+        entry = self._handles.get(sample)
+        if entry is None:  # it failed with the engine
+            return
+        stream = self._streams.setdefault(sample, _Stream(self._tokenizer))
+        entry[0].push(ids, stream.push(ids))
+
+    def _finish(self, sample: Sample) -> None:
+        stream = self._streams.pop(sample, None) or _Stream(self._tokenizer)
+        entry = self._pop(sample)
+        if entry is None:
+            return
+        handle, index = entry
+        ids = sample.output.tolist()
+        spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
+        rest = ids[stream.pushed :]
+        text = stream.push(spoken[stream.pushed :]) + stream.finish()
+        handle.finish(self._output(sample, index, ids, spoken), rest, text)
+
+    def _output(self, sample: Sample, index: int, ids: list[int], spoken: list[int]) -> RequestOutput:
+        assert sample.finish_reason is not None
+        return RequestOutput(
+            request_id=sample.request.id,
+            index=index,
+            prompt_token_ids=sample.request.prompt.tolist(),
+            token_ids=ids,
+            text=self._tokenizer.decode(spoken) if self._tokenizer else None,
+            finish_reason=sample.finish_reason,
+            error=sample.error,
+            seed=sample.request.seed,
+            preemptions=sample.preemptions,
+            timings=sample.timings,
+        )
