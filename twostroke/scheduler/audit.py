@@ -1,0 +1,90 @@
+"""The audit: the scheduler's invariants, checked after every plan and commit in debug mode."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..plan import DUMMY_BLOCK, Plan
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+class Audit:
+    """Keeps the plans in flight, and holds the scheduler's books against them. Raises AssertionError."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._in_flight: deque[Plan] = deque()
+
+    def planned(self, plan: Plan) -> None:
+        self._in_flight.append(plan)
+        assert plan.num_tokens <= self._scheduler.max_step_tokens, "step over budget"
+        assert len(np.unique(plan.lane_deltas[:, 0])) == len(plan.lane_deltas), "two deltas for one lane"
+        self._check()
+
+    def committed(self, plan: Plan) -> None:
+        assert self._in_flight.popleft() is plan, "committed out of order"
+        self._check()
+        rows = self._scheduler.rows
+        assert not (rows.alive & (rows.confirmed >= rows.limit)).any(), "a sample outlived its limit"
+
+    def _check(self) -> None:
+        self._check_blocks()
+        self._check_rows()
+        self._check_lanes()
+        self._check_counters()
+
+    def _check_blocks(self) -> None:
+        """Every block but the dummy is free, held by one row, or pending; promises add up."""
+        scheduler = self._scheduler
+        rows, pool = scheduler.rows, scheduler.pool
+        held = [rows.blocks[:, row, : rows.held[row]] for row in range(len(rows.held))]
+        pending = [release.blocks for release in scheduler.releases.pending()]
+        blocks = np.concatenate([pool.free_blocks(), *held, *pending], axis=1)
+        expected = np.arange(DUMMY_BLOCK + 1, pool.total + 1)
+        assert (np.sort(blocks, axis=1) == expected).all(), "a block is lost or has two owners"
+        assert sum(block.shape[1] for block in pending) == scheduler.releases.blocks
+        assert pool.reserved == rows.reserved.sum(), "reservations do not add up"
+        assert 0 <= pool.reserved <= pool.free, "more promised than free"
+
+    def _check_rows(self) -> None:
+        """Every row is free, running, draining or dead; waiting samples are sorted, and younger than running ones."""
+        scheduler, rows = self._scheduler, self._scheduler.rows
+        running = np.flatnonzero(rows.order >= 0).tolist()
+        pending = [release.row for release in scheduler.releases.pending()]
+        every = sorted([*rows.free, *running, *scheduler.draining, *pending])
+        assert every == list(range(len(rows.held))), "a row is lost or counted twice"
+        assert rows.running == len(running)
+        assert sorted(scheduler.row_of.values()) == sorted([*running, *scheduler.draining])
+        orders = [sample.order for sample in scheduler.waiting]
+        assert orders == sorted(orders), "the queue is not in the order of arrival"
+        assert not orders or not running or rows.order.max() < orders[0], "a younger sample overtook the queue's head"
+
+    def _check_lanes(self) -> None:
+        """Lanes are dense, agree with lane_of_row, and hold the running rows that are neither ready nor prefilling."""
+        scheduler = self._scheduler
+        rows, lanes = scheduler.rows, scheduler.lanes
+        index = lanes.index
+        assert (lanes.lane_of_row[index] == np.arange(lanes.count)).all(), "lane_of_row disagrees"
+        assert (lanes.lane_of_row >= 0).sum() == lanes.count
+        away = [*scheduler.ready, *scheduler.prefilling]
+        at_limit = np.flatnonzero((rows.order >= 0) & (rows.launched == rows.limit)).tolist()
+        running = set(np.flatnonzero(rows.order >= 0).tolist())
+        assert not set(away) & set(index.tolist())
+        assert running - set(at_limit) == {*away, *index.tolist()} - set(at_limit), "a running row is nowhere"
+
+    def _check_counters(self) -> None:
+        """launched - confirmed = the row's positions in flight; positions stay within the limit and the blocks."""
+        rows = self._scheduler.rows
+        in_flight = np.zeros(len(rows.held), np.int64)
+        for plan in self._in_flight:
+            in_flight[plan.lane_rows] += 1
+            in_flight[plan.chunks[:, 0]] += plan.chunks[:, 2]
+        assert (rows.launched - rows.confirmed == in_flight).all(), "launched - confirmed is not what is in flight"
+        assert (rows.launched <= rows.limit).all(), "a step too many"
+        running = rows.order >= 0
+        assert (rows.launched <= rows.held * rows.block_size)[running].all(), "a position without a block"

@@ -1,0 +1,85 @@
+"""The draft: what a plan under construction carries so far."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..plan import ROW_RECORD, Plan
+from ..request import Sample
+
+INT32_MAX = np.iinfo(np.int32).max
+FLOAT32 = np.finfo(np.float32)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+NO_CHUNKS = _frozen(np.empty((0, 4), np.int32))
+NO_TOKENS = _frozen(np.empty(0, np.int32))
+NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
+NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
+NO_LANES = _frozen(np.empty((0, 2), np.int32))
+
+
+def row_record(row: int, sample: Sample) -> np.ndarray:
+    """The device's state of a row that joins, `ROW_RECORD` [1].
+
+    Values that are checked as Python numbers are brought into the range of the record's types without a change of
+    meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
+    """
+    request, params = sample.request, sample.request.params
+    record = np.zeros(1, ROW_RECORD)
+    record["row"] = row
+    record["outputs"] = len(sample.tokens) - sample.prompt_len
+    record["min_outputs"] = min(params.min_tokens, INT32_MAX)
+    record["max_outputs"] = request.max_tokens
+    record["temperature"] = min(float(params.temperature), float(FLOAT32.max))
+    record["top_k"] = min(max(params.top_k, 0), INT32_MAX)
+    record["top_p"] = max(float(params.top_p), float(FLOAT32.tiny))
+    record["min_p"] = params.min_p
+    record["seed_low"] = request.seed & 0xFFFFFFFF
+    record["seed_high"] = request.seed >> 32
+    record["stop_ids"] = -1
+    record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
+    return record
+
+
+class Draft:
+    """Collects joins, prompt chunks and block deltas, and turns them into an immutable plan."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self._joins: list[np.ndarray] = []
+        self._chunks: list[tuple[int, int, int, int]] = []
+        self._pieces: list[np.ndarray] = []
+        self._block_deltas: list[np.ndarray] = []
+
+    def add_join(self, row: int, sample: Sample) -> None:
+        self._joins.append(row_record(row, sample))
+
+    def add_blocks(self, deltas: np.ndarray) -> None:
+        self._block_deltas.append(deltas)
+
+    def add_chunk(self, row: int, start: int, tokens: np.ndarray, *, samples: bool) -> None:
+        """Add the chunk of `row` that begins at position `start`; the tokens are copied when the plan is made."""
+        self._chunks.append((row, start, len(tokens), int(samples)))
+        self._pieces.append(tokens)
+        self.prompt_tokens += len(tokens)
+
+    def plan(self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray) -> Plan:
+        """The plan of `step`, which owns all its arrays."""
+        return Plan(
+            step=step,
+            lane_rows=lane_rows,
+            chunks=_frozen(np.array(self._chunks, np.int32)) if self._chunks else NO_CHUNKS,
+            prompt_tokens=_joined(self._pieces, NO_TOKENS),
+            joins=_joined(self._joins, NO_JOINS),
+            block_deltas=_joined(self._block_deltas, NO_BLOCKS),
+            lane_deltas=_frozen(lane_deltas) if len(lane_deltas) else NO_LANES,
+        )
+
+
+def _joined(pieces: list[np.ndarray], empty: np.ndarray) -> np.ndarray:
+    return _frozen(np.concatenate(pieces)) if pieces else empty

@@ -1,0 +1,130 @@
+"""The row table: what the CPU knows of the samples that have a row, as arrays with one element per row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..request import Sample, SampleState
+
+
+class RowTable:
+    """One element per row, so that a step works on all rows with a few numpy calls.
+
+    A row is free, or it is
+
+        running   order >= 0, alive         its sample takes part in steps
+        draining  order = -1, alive         its sample was preempted; steps in flight still bring it tokens
+        dead      order = -1, not alive     its sample ended; steps in flight may still use the row
+
+    Of a row with `launched` and `confirmed` positions:
+
+        0 <= confirmed <= launched <= limit
+        known tokens = max(target, confirmed + 1)
+
+    `target` is the number of tokens known at admission: until `launched` reaches it, the row prefills. The step that
+    computes position p gives the token with index p + 1, so the sample's last step computes position limit - 1.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+        self.block_size = block_size
+        self.running = 0
+        # NOTE: np.empty, since the pages of rows and positions that are never used then cost no memory.
+        self.tokens = np.empty((num_rows, max_model_len), np.int32)
+        self.blocks = np.empty((num_groups, num_rows, -(-max_model_len // block_size)), np.int32)
+        self.held = np.zeros(num_rows, np.int64)
+        """Blocks of each group that the row has."""
+        self.reserved = np.zeros(num_rows, np.int64)
+        """Blocks of each group that it was promised for the rest of its prefill."""
+        self.launched = np.zeros(num_rows, np.int64)
+        self.confirmed = np.zeros(num_rows, np.int64)
+        self.target = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.event_at = np.zeros(num_rows, np.int64)
+        """The `launched` at which a decoding row reaches its limit or the edge of its last block."""
+        self.order = np.full(num_rows, -1, np.int64)
+        self.alive = np.zeros(num_rows, bool)
+        self.streaming = np.zeros(num_rows, bool)
+        self.samples = np.full(num_rows, None, object)
+        self.free = list(range(num_rows - 1, -1, -1))
+
+    def admit(self, sample: Sample, reserved: int, streaming: bool) -> int:
+        """Give `sample` a free row, and return its number."""
+        row = self.free.pop()
+        target = len(sample.tokens)
+        self.tokens[row, :target] = sample.tokens
+        self.launched[row] = self.confirmed[row] = self.held[row] = 0
+        self.target[row], self.reserved[row] = target, reserved
+        self.limit[row] = sample.prompt_len + sample.request.max_tokens - 1
+        self.order[row], self.samples[row] = sample.order, sample
+        self.alive[row], self.streaming[row] = True, streaming
+        self.running += 1
+        sample.state = SampleState.RUNNING
+        return row
+
+    def suspend(self, row: int) -> None:
+        """The row takes part in no further step."""
+        if self.order[row] >= 0:
+            self.running -= 1
+        self.order[row] = -1
+        self.event_at[row] = -1
+
+    def end(self, row: int) -> None:
+        """Suspend the row, and let nobody see what steps in flight still give it."""
+        self.suspend(row)
+        self.alive[row] = self.streaming[row] = False
+        self.samples[row] = None
+
+    def free_row(self, row: int) -> None:
+        """Return an ended row to the pool of rows."""
+        self.free.append(row)
+
+    def add_blocks(self, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Append one block of each group to each of `rows`.
+
+        Args:
+            rows: intp [K], each at most once.
+            blocks: int32 [G, K].
+
+        Returns:
+            The block deltas, int32 [G * K, 4]: group, row, index, block.
+        """
+        index = self.held[rows]
+        self.blocks[:, rows, index] = blocks
+        self.held[rows] = index + 1
+        self.event_at[rows] = np.minimum((index + 1) * self.block_size, self.limit[rows])
+        return _block_deltas(rows, index, blocks)
+
+    def extend_blocks(self, row: int, blocks: np.ndarray) -> np.ndarray:
+        """Append `blocks`, int32 [G, n], to `row`, out of its reservation; returns the block deltas."""
+        held, count = int(self.held[row]), blocks.shape[1]
+        self.blocks[:, row, held : held + count] = blocks
+        self.held[row] = held + count
+        self.reserved[row] -= count
+        self.event_at[row] = min((held + count) * self.block_size, int(self.limit[row]))
+        return _block_deltas(np.intp(row), np.arange(held, held + count), blocks)
+
+    def pop_blocks(self, row: int) -> np.ndarray:
+        """Take all blocks from `row` and return them, int32 [G, n]."""
+        blocks = self.blocks[:, row, : self.held[row]].copy()
+        self.held[row] = 0
+        return blocks
+
+    def known_tokens(self, row: int) -> np.ndarray:
+        """Prompt and confirmed output tokens of `row`, int32, a read-only copy."""
+        return self.first_tokens(row, max(int(self.target[row]), int(self.confirmed[row]) + 1))
+
+    def first_tokens(self, row: int, count: int) -> np.ndarray:
+        """The first `count` tokens of `row`, int32, a read-only copy."""
+        tokens = self.tokens[row, :count].copy()
+        tokens.flags.writeable = False
+        return tokens
+
+
+def _block_deltas(rows: np.ndarray | np.intp, index: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    groups, count = blocks.shape
+    deltas = np.empty((groups, count, 4), np.int32)
+    deltas[:, :, 0] = np.arange(groups)[:, None]
+    deltas[:, :, 1] = rows
+    deltas[:, :, 2] = index
+    deltas[:, :, 3] = blocks
+    return deltas.reshape(-1, 4)
