@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-
 CONVERTER_VERSION = 1
 """Part of the folders' names: raised when a change of the conversion makes older folders wrong."""
 
