@@ -1,0 +1,71 @@
+"""RMS norm, alone and fused with the residual addition before it."""
+
+# Kernel parameters are pointers and scalars of Triton's own types, which mypy does not know.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    sum_ptr,
+    eps,
+    x_stride,
+    residual_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One program per token; `ADD` first adds the residual and stores the sum."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        # The norm sees what the next layer will read back: the sum rounded to its dtype.
+        x = x.to(dtype).to(tl.float32)
+        tl.store(sum_ptr + token * WIDTH + column, x.to(dtype), mask=inside)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * inverse).to(dtype).to(tl.float32) * weight
+    tl.store(normed_ptr + token * WIDTH + column, normed.to(dtype), mask=inside)
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 2048 else 8
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Triton twin of `ops.rms_norm`."""
+    tokens, width = x.shape
+    normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    rms_norm_kernel[(tokens,)](
+        x, x, weight, normed, normed, eps, x.stride(0), 0,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=False, num_warps=_warps(width),
+    )  # fmt: skip
+    return normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Triton twin of `ops.add_rms_norm`."""
+    tokens, width = x.shape
+    normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(normed)
+    rms_norm_kernel[(tokens,)](
+        x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=True, num_warps=_warps(width),
+    )  # fmt: skip
+    return normed, total
