@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	$(BIN)/python -m twostroke demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf $(VENV)
+
+# Three kinds of machine. A python3 that has a CUDA build of torch: use that build. A GPU, but no such torch: let pip
+# choose one. No GPU: the versions that CI pins, with torch among them, so that pip does not fetch a CUDA build.
+$(STAMP): pyproject.toml requirements-ci.txt
+	@if $(PYTHON) -c "import torch; raise SystemExit(torch.version.cuda is None)" 2>/dev/null; then \
+		set -ex; $(PYTHON) -m venv --system-site-packages $(VENV); $(BIN)/python -m pip install -q -e ".[dev]"; \
+	elif command -v nvidia-smi >/dev/null; then \
+		set -ex; $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install -q -e ".[dev]"; \
+	else \
+		set -ex; $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install -q -r requirements-ci.txt -e .; \
+	fi
+	@touch $@

@@ -1,0 +1,151 @@
+"""Benchmarks: the result file, the table, and the peers of `cpu-demo`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from twostroke import Engine, InvalidConfig, SamplingParams, TwostrokeError
+from twostroke.bench import cpu_demo, registry
+from twostroke.bench.measure import measure
+from twostroke.bench.result import Result, Run
+from twostroke.cli.main import app
+
+
+def result(*runs: Run, gpu: str | None = None) -> Result:
+    return Result(benchmark="stub", gpu=gpu, workload={"requests": 2}, runs=runs)
+
+
+def stub_run(seconds: float, engine: str = "twostroke", loop: str | None = "async", **figures: object) -> Run:
+    return Run(engine=engine, loop=loop, seconds=seconds, tokens=100, **figures)
+
+
+def test_the_file_has_the_promised_keys(tmp_path: Path) -> None:
+    path = result(stub_run(4.0, floor_seconds=3.0, cpu_us={"plan": 9.0})).write(tmp_path / "new" / "x.json")
+    read = json.loads(path.read_text())
+    assert set(read) == {"benchmark", "date", "commit", "gpu", "machine", "versions", "workload", "runs"}
+    assert read["gpu"] is None
+    assert read["machine"]["cpu"]
+    assert (
+        read["versions"]["torch"] == torch.__version__.split("+")[0] or read["versions"]["torch"] == torch.__version__
+    )
+    (run,) = read["runs"]
+    assert run == {
+        "engine": "twostroke",
+        "loop": "async",
+        "seconds": 4.0,
+        "tokens": 100,
+        "tokens_per_s": 25.0,
+        "ms_per_step": None,
+        "gpu_active": None,
+        "kernel_active": None,
+        "bytes_per_s": None,
+        "floor_seconds": 3.0,
+        "floor_share": 0.75,
+        "cpu_us": {"plan": 9.0},
+    }
+
+
+def test_a_folder_gets_a_file_named_after_benchmark_machine_and_date(tmp_path: Path) -> None:
+    path = result(stub_run(1.0), gpu="NVIDIA H200 (SXM)").write(tmp_path / "results")
+    assert path.parent == tmp_path / "results"
+    assert re.fullmatch(r"stub-nvidia-h200-sxm-\d{4}-\d\d-\d\d\.json", path.name)
+
+
+class StubModule:
+    """A benchmark whose middle repetition took 2 s under one loop; its peer ran once."""
+
+    @staticmethod
+    def run(repetitions: int, say) -> Result:
+        say("measuring")
+        times = [3.0, 1.0, 2.0][:repetitions]
+        return result(*(stub_run(t, gpu_active=0.5) for t in times), stub_run(1.6, engine="peer 1.0", loop=None))
+
+
+@pytest.fixture
+def stub_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BENCHMARKS, "stub", registry.Benchmark("stub", "a stub", "stub", 3))
+    monkeypatch.setattr(registry.importlib, "import_module", lambda name, package: StubModule)
+
+
+@pytest.mark.usefixtures("stub_benchmark")
+def test_the_table_shows_medians_and_the_file_every_repetition(tmp_path: Path) -> None:
+    path = tmp_path / "stub.json"
+    done = CliRunner().invoke(app, ["bench", "stub", "--json", str(path)])
+    assert done.exit_code == 0
+    assert re.search(r"twostroke +async +2\.00 +100 +50\.0 +50\.0% +0\.80\n", done.stdout)
+    assert re.search(r"peer 1\.0 +- +1\.60 +100 +62\.5 +- +1\.00\n", done.stdout)
+    assert [run["seconds"] for run in json.loads(path.read_text())["runs"]] == [3.0, 1.0, 2.0, 1.6]
+
+
+@pytest.mark.usefixtures("stub_benchmark")
+def test_repetitions_are_passed_on(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "stub", "--repetitions", "1"])
+    assert done.exit_code == 0
+    assert "3.00" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones() -> None:
+    done = CliRunner().invoke(app, ["bench", "cpu-dem"])
+    assert done.exit_code == 2
+    assert "'cpu-dem'" in done.stderr
+    assert "cpu-demo" in done.stderr
+    with pytest.raises(InvalidConfig):
+        registry.find("")
+
+
+def test_every_benchmark_can_be_run() -> None:
+    """A module name that does not exist, or has no `run`, shows only when someone asks for the benchmark."""
+    for benchmark in registry.BENCHMARKS.values():
+        module = registry.importlib.import_module(f"twostroke.bench.{benchmark.module}")
+        assert callable(module.run)
+
+
+def test_measuring_leaves_out_what_was_before() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with Engine("tiny", device="cpu", num_blocks=32, max_rows=4, seed=0) as engine:
+        engine.generate([[1, 2, 3]] * 3, params, progress=False)
+        measured = measure(engine, [[1, 2, 3], [4, 5]], params)
+    assert measured.tokens == 12
+    assert 6 <= measured.steps <= 8
+    assert 0 < measured.active <= 1
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """A tiny Llama of transformers, random weights, its end token switched off as `cpu-demo` does."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = -1
+    return model
+
+
+def test_both_peers_do_the_same_work(peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong padding, a wrong end token or outputs in another order would make the comparison unfair."""
+    monkeypatch.setattr(cpu_demo, "NEW_TOKENS", 6)
+    prompts = [[5, 6, 7, 8, 9], [11], [3, 1, 4]]
+    padded = cpu_demo._padded(peer, prompts)
+    alone = [cpu_demo._padded(peer, [prompt])[0] for prompt in prompts]
+    continuous = cpu_demo._continuous(peer, prompts)
+    cpu_demo._check_complete("peer", padded, 3)
+    assert padded == alone == continuous
+
+
+def test_a_peer_that_stops_early_is_not_reported() -> None:
+    with pytest.raises(TwostrokeError, match=r"\[64, 3\]"):
+        cpu_demo._check_complete("peer", [[0] * 64, [0] * 3], 2)

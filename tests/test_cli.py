@@ -1,0 +1,306 @@
+"""The command line: flags, prompt files, what is printed, exit codes."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import twostroke
+from twostroke import EngineDead, InvalidRequest, SamplingParams
+from twostroke.bench.measure import Measured
+from twostroke.cli import demo as demo_module
+from twostroke.cli.flags import EngineFlags, SamplingFlags
+from twostroke.cli.main import app
+from twostroke.cli.prompts import gather
+
+TINY = ("--model", "tiny", "--device", "cpu", "--num-blocks", "64", "--max-rows", "8", "--engine-seed", "1")
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def lines_file(tmp_path: Path, *lines: object, name: str = "prompts.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+# The frame
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"twostroke {twostroke.__version__}\n")
+
+
+def test_help_names_the_commands() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("generate", "bench", "demo"))
+
+
+def test_every_sampling_parameter_is_a_flag_with_the_same_default() -> None:
+    """A parameter added to the API and forgotten here, or a default that drifts apart."""
+    flags = {f.name.replace("stop_token_id", "stop_token_ids") for f in fields(SamplingFlags)}
+    assert flags == {f.name for f in fields(SamplingParams)}
+    assert SamplingFlags().params() == SamplingParams()
+
+
+def test_every_engine_parameter_is_a_flag() -> None:
+    parameters = set(inspect.signature(twostroke.Engine).parameters)
+    assert {f.name.replace("engine_seed", "seed") for f in fields(EngineFlags)} == parameters
+    assert EngineFlags().arguments() == {}
+    assert EngineFlags(engine_seed=3, graphs=False).arguments() == {"seed": 3, "graphs": False}
+
+
+# Prompts
+
+
+def test_a_text_file_is_one_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes('\ufeffone\r\n\n  two \n{"prompt": 1}\n \nü\u2028x'.encode())
+    jobs = gather(["zero"], path, SamplingParams(), chat=False)
+    assert [job.prompt for job in jobs] == ["zero", "one", "  two ", '{"prompt": 1}', "ü\u2028x"]
+    assert [job.source for job in jobs][1:3] == [f"{path}:1", f"{path}:3"]
+
+
+def test_json_lines_bring_their_own_parameters(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    lines = ("text", {"prompt": "p", "max_tokens": 3}, {"prompt": [1, 2], "temperature": 0}, {"messages": chat})
+    base = SamplingParams(max_tokens=7, top_k=5)
+    jobs = gather((), lines_file(tmp_path, *map(json.dumps, lines)), base, chat=False)
+    assert [job.prompt for job in jobs] == ["text", "p", [1, 2], chat]
+    assert [job.params for job in jobs] == [base, replace(base, max_tokens=3), replace(base, temperature=0), base]
+
+
+def test_chat_makes_texts_into_chats_and_leaves_chats(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    jobs = gather(["a"], lines_file(tmp_path, '"b"', {"messages": chat}), SamplingParams(), chat=True)
+    assert [job.prompt for job in jobs] == [
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": "b"}],
+        chat,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1, 2]", "must be a string, or an object"),
+        ({"prompt": "x", "temprature": 1}, "unknown key 'temprature'"),
+        ({"max_tokens": 1}, "exactly one of"),
+        ({"prompt": "x", "messages": []}, "exactly one of"),
+        ({"prompt": None}, "prompt=null"),
+        ({"messages": ["x"]}, 'messages[0]="x"'),
+        ({"prompt": "x", "top_p": 0}, "top_p=0"),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens='many'"),
+        ({"prompt": "x", "temperature": None}, "temperature=None"),
+    ],
+)
+def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
+    path = lines_file(tmp_path, '"good"', "", line)
+    with pytest.raises(InvalidRequest, match=re.escape(message)) as caught:
+        gather((), path, SamplingParams(), chat=False)
+    assert str(caught.value).startswith(f"{path}:3: ")
+
+
+def test_token_ids_cannot_be_a_chat(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r":1: .*--chat"):
+        gather((), lines_file(tmp_path, {"prompt": [1]}), SamplingParams(), chat=True)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n \n", b"\xff\xfe\n"], ids=["missing", "empty", "blank", "bytes"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "prompts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    result = run("generate", "--prompts-file", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--prompts-file" in result.stderr
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--temperature", "-1"), "temperature=-1.0"),
+        (("--temperature", "nan"), "temperature=nan"),
+        (("--max-tokens", "0"), "max_tokens=0"),
+        (("--min-tokens", "9", "--max-tokens", "8"), "min_tokens=9"),
+        (("--slots", "0"), "slots=0"),
+        (("--loop", "both"), "loop='both'"),
+        (("--model", "./nowhere"), "model='./nowhere'"),
+    ],
+)
+def test_a_bad_value_is_one_line_on_stderr_and_exit_2(flags: tuple[str, ...], message: str) -> None:
+    result = run("generate", *(() if "--model" in flags else TINY), "--prompt", "x", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_no_prompt_is_refused() -> None:
+    result = run("generate", *TINY)
+    assert result.exit_code == 2
+    assert "--prompt" in result.stderr
+
+
+def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2]}, {"prompt": [1, 10**6]})
+    result = run("generate", *TINY, "--prompts-file", path, "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path}:2: prompt[1]=1000000" in result.stderr
+
+
+# The engine behind it
+
+
+def test_json_prints_one_object_per_prompt_in_input_order(tmp_path: Path) -> None:
+    """The longest prompt and answer comes first, so an output in order of completion would be seen."""
+    lines = [{"prompt": list(range(1, 40)), "max_tokens": 12}, {"prompt": [5], "max_tokens": 1}, {"prompt": [7, 8]}]
+    path = lines_file(tmp_path, *lines)
+    flags = (*TINY, "--prompts-file", path, "--json", "--temperature", "0", "--max-tokens", "3", "--ignore-eos")
+    results = {loop: run("generate", *flags, "--loop", loop) for loop in ("sync", "async")}
+    assert [result.exit_code for result in results.values()] == [0, 0]
+    assert results["sync"].stdout == results["async"].stdout
+    objects = [json.loads(line) for line in results["async"].stdout.splitlines()]
+    assert [set(one) for one in objects] == [{"index", "text", "token_ids", "prompt_tokens", "finish_reason"}] * 3
+    assert [one["index"] for one in objects] == [0, 1, 2]
+    assert [one["prompt_tokens"] for one in objects] == [39, 1, 2]
+    assert [len(one["token_ids"]) for one in objects] == [12, 1, 3]
+    assert {one["finish_reason"] for one in objects} == {"length"}
+    assert {one["text"] for one in objects} == {None}
+
+
+def test_plain_output_has_headings_and_a_closing_line(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]}, {"prompt": [4]})
+    result = run("generate", *TINY, "--prompts-file", path, "--temperature", "0", "--max-tokens", "4", "--ignore-eos")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("---")] == ["--- 1 ---", "--- 2 ---"]
+    assert len(lines[1].split()) == 4
+    assert re.fullmatch(r"8 tokens in \d+\.\d\d s: \d+\.\d tokens/s", lines[-1])
+
+
+def process(*arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-u", "-m", "twostroke", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+
+
+def endless(tmp_path: Path) -> tuple[object, ...]:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    return ("generate", *TINY[:4], "--prompts-file", path, "--max-tokens", "1000000", "--ignore-eos")
+
+
+def test_ctrl_c_ends_a_run_with_130(tmp_path: Path) -> None:
+    running = process(*endless(tmp_path))
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert (running.returncode, b"Traceback" in errors) == (130, False)
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    running = process(*endless(tmp_path))
+    assert running.stdout.read(1)
+    running.stdout.close()
+    assert running.wait(timeout=30) != 0
+    assert running.stderr.read() == b""
+
+
+# Outcomes that a healthy engine does not give at will
+
+
+class StubHandle:
+    def __init__(self, outcome: object) -> None:
+        self.outcome = outcome
+        self.cancelled = False
+
+    def result(self) -> object:
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def output(reason: str, error: str | None = None, token_ids: tuple[int, ...] = (1,)) -> SimpleNamespace:
+    return SimpleNamespace(text="t", token_ids=list(token_ids), prompt_token_ids=[1], finish_reason=reason, error=error)
+
+
+def stub_engine(monkeypatch: pytest.MonkeyPatch, *outcomes: object) -> list[StubHandle]:
+    handles = [StubHandle(outcome) for outcome in outcomes]
+    waiting = iter(handles)
+
+    class StubEngine:
+        tokenizer = object()
+
+        def __init__(self, **arguments: object) -> None:
+            pass
+
+        def submit(self, prompt: object, params: SamplingParams) -> StubHandle:
+            return next(waiting)
+
+        def __enter__(self) -> "StubEngine":
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    monkeypatch.setattr(twostroke, "Engine", StubEngine, raising=False)
+    return handles
+
+
+def test_a_request_that_ends_with_an_error_gives_exit_1_and_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_engine(monkeypatch, output("stop"), output("error", "logits are not finite"), output("length"))
+    result = run("generate", "--prompt", "a", "--prompt", "b", "--prompt", "c", "--json")
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.exit_code == 1
+    assert [one.get("error") for one in objects] == [None, "logits are not finite", None]
+
+
+def test_an_interrupt_cancels_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = stub_engine(monkeypatch, output("stop"), KeyboardInterrupt(), output("stop"))
+    result = run("generate", "--prompt", "a", "--prompt", "b", "--prompt", "c", "--json")
+    assert result.exit_code == 130
+    assert handles[2].cancelled
+
+
+def test_a_dead_engine_gives_exit_1_and_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = EngineDead("the engine failed: ValueError: broken weights")
+    stub_engine(monkeypatch, dead)
+    result = run("generate", "--prompt", "a", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "twostroke: the engine failed: ValueError: broken weights\n"
+
+
+@pytest.mark.parametrize(("tokens", "code"), [((1, 2), 0), ((1, 3), 1)], ids=["same", "different"])
+def test_the_demo_compares_the_loops(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...], code: int) -> None:
+    ran = []
+
+    def measure(loop: str, params: SamplingParams, given: dict[str, str]) -> Measured:
+        ran.append(loop)
+        outputs = [output("length", token_ids=(1, 2) if loop == "sync" else tokens)] * 8
+        return Measured(outputs, seconds=2.0, steps=9, active=0.5)
+
+    monkeypatch.setattr(demo_module, "_measure", measure)
+    result = run("demo", "--device", "cpu")
+    assert (result.exit_code, ran) == (code, ["sync", "async"])
+    assert re.search(r"async +2\.00 +16 +8\.0 +50\.0%", result.stdout)
+    assert "about the same time" in result.stdout
+    assert ("DIFFERENT" in result.stdout) == bool(code)

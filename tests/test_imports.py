@@ -1,0 +1,125 @@
+"""Which part may import which: the table of the design, held against the source.
+
+Every import counts, also one inside a function or under `TYPE_CHECKING`, so that no part leans on another unseen.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "twostroke"
+
+WORDS = {"request", "plan"}
+BELOW_ENGINE = WORDS | {
+    *("cache", "scheduler", "kernels", "attention", "model", "sampling", "text", "device", "runner", "loop"),
+}
+ENGINE = {"engine", "build", "config", "inbox", "progress", "prompts"}
+"""The engine and the files it is cut into."""
+
+ALLOWED = {
+    "request": {"numpy"},
+    "plan": {"numpy", "request"},
+    "errors": set(),
+    "cache": {"numpy", "request", "plan"},
+    "scheduler": {"numpy", "request", "plan", "cache"},
+    "kernels": {"torch", "triton"},
+    "attention": {"torch", "kernels"},
+    "model": {"torch", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "huggingface_hub"}
+    | {"attention", "kernels"},
+    "sampling": {"torch", "kernels"},
+    # transformers: for tokenizers that are not a tokenizer.json, imported when such a one is met.
+    "text": {"numpy", "tokenizers", "jinja2", "transformers", "request"},
+    "device": {"torch", "numpy", "plan"},
+    "runner": {"torch", "numpy", "device", "model", "sampling", "plan"},
+    "loop": set(),
+    "config": set(),
+    "inbox": set(),
+    "progress": {"rich"},
+    "prompts": {"numpy", "text"},
+    "build": {"torch", "numpy", "config"} | BELOW_ENGINE,
+    "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
+    "bench": {"torch", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,
+    "cli": {"typer", "rich", "torch", "bench"} | ENGINE | BELOW_ENGINE,
+}
+"""What each part may import, besides the standard library, itself, and (all but `kernels`) `errors`."""
+
+ENTRANCES = {"__init__", "__main__"}
+"""The package's own files, which only re-export: free to import any part."""
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_names(source: str, path: Path) -> set[str]:
+    """The top-level third-party packages and the parts of twostroke that a file imports."""
+    package = ["twostroke", *path.relative_to(PACKAGE).parts[:-1]]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            # NOTE: `from twostroke import x` and `from . import x` may name a part, so each name is looked at.
+            modules = [".".join([*base, alias.name]) for alias in node.names]
+        else:
+            continue
+        names |= {owner(module.split(".")) for module in modules}
+    return names - set(sys.stdlib_module_names)
+
+
+def owner(module: list[str]) -> str:
+    """The part that a module of twostroke lies in, or the top-level package of any other."""
+    if module[0] != "twostroke":
+        return module[0]
+    if len(module) == 1:
+        return "engine"
+    place = PACKAGE / module[1]
+    return module[1] if place.is_dir() or place.with_suffix(".py").exists() else "engine"
+
+
+def forbidden(source: str, path: Path) -> set[str]:
+    part = part_of(path)
+    allowed = ALLOWED[part] | {part} | (set() if part == "kernels" else {"errors"})
+    return imported_names(source, path) - allowed
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if part_of(path) not in ENTRANCES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_part_imports_only_what_the_design_lets_it(path: Path) -> None:
+    assert part_of(path) in ALLOWED, f"{part_of(path)} is a new part: enter it into the table"
+    assert not forbidden(path.read_text(), path)
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "culprit"),
+    [
+        ("scheduler/x.py", "import torch", "torch"),
+        ("scheduler/x.py", "def f():\n    import torch.cuda", "torch"),
+        ("scheduler/x.py", "from ..engine import Engine", "engine"),
+        ("cache/x.py", "from .. import scheduler", "scheduler"),
+        ("loop.py", "from .device.slot import Slot", "device"),
+        ("loop.py", "from twostroke.runner import Runner", "runner"),
+        ("kernels/x.py", "from ..errors import TwostrokeError", "errors"),
+        ("text/x.py", "from twostroke import Engine", "engine"),
+        ("device/x.py", "if TYPE_CHECKING:\n    from ..model.interface import Model", "model"),
+    ],
+)
+def test_the_check_sees_every_way_to_import(place: str, source: str, culprit: str) -> None:
+    assert forbidden(source, PACKAGE / place) == {culprit}
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["request", "plan", "cache", "scheduler", "text", "loop", "cli.main", "bench.registry"],
+)
+def test_torch_does_not_come_in_by_a_back_door(module: str) -> None:
+    """What the arrows promise file by file must hold for what an import really loads."""
+    code = f"import sys, twostroke.{module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""Benchmarks and their result files. May import the engine and what lies below it; prints nothing."""

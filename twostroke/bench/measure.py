@@ -1,0 +1,53 @@
+"""One timed call to `generate`, with what the engine's own accounting says about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..prompts import Prompt
+    from ..request import SamplingParams
+    from ..text.output import RequestOutput
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a call to `generate` gave and took.
+
+    Attributes:
+        outputs: in the order of the prompts.
+        seconds: wall time of the call.
+        steps: steps that the engine ran.
+        active: share of the working time in which the device (on a CPU: the compute worker) ran a step, 0 to 1.
+    """
+
+    outputs: list[RequestOutput]
+    seconds: float
+    steps: int
+    active: float
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all prompts."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+
+def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> Measured:
+    """Answer `prompts` together on an engine that does nothing else; earlier work is not counted in.
+
+    Raises:
+        InvalidRequest: a prompt or a parameter was refused.
+    """
+    before = engine.stats()
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, params, progress=False)
+    seconds = time.perf_counter() - start
+    after = engine.stats()
+    busy = after.busy_seconds - before.busy_seconds
+    gaps = after.gap_seconds - before.gap_seconds
+    active = busy / (busy + gaps) if busy else 0.0
+    return Measured(outputs, seconds, after.steps - before.steps, active)

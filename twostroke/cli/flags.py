@@ -1,0 +1,119 @@
+"""Flags that several commands share, as dataclasses: a field is a flag of the same name, with dashes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from ..request import SamplingParams
+
+DEFAULTS = SamplingParams()
+
+
+def sampling_flag(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Sampling")
+
+
+def engine_flag(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """`SamplingParams` as flags, with its defaults."""
+
+    max_tokens: Annotated[int | None, sampling_flag("Most tokens to generate.")] = DEFAULTS.max_tokens
+    temperature: Annotated[float, sampling_flag("0 is greedy.")] = DEFAULTS.temperature
+    top_k: Annotated[int, sampling_flag("Keep the k most likely tokens; 0 or -1 is off.")] = DEFAULTS.top_k
+    top_p: Annotated[float, sampling_flag("Keep the most likely tokens up to this probability.")] = DEFAULTS.top_p
+    min_p: Annotated[float, sampling_flag("Keep tokens at least this likely beside the best.")] = DEFAULTS.min_p
+    seed: Annotated[int | None, sampling_flag("Key of every request's random numbers.")] = DEFAULTS.seed
+    min_tokens: Annotated[int, sampling_flag("No stop token before this many tokens.")] = DEFAULTS.min_tokens
+    ignore_eos: Annotated[bool, sampling_flag("Do not stop at the model's end-of-sequence tokens.", "--ignore-eos")] = (
+        DEFAULTS.ignore_eos
+    )
+    stop_token_id: Annotated[
+        list[int] | None, sampling_flag("A further token id that stops; may be repeated.", "--stop-token-id")
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """The flags as sampling parameters, checked.
+
+        Raises:
+            InvalidRequest: a value is out of its range.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        params = SamplingParams(stop_token_ids=tuple(values.pop("stop_token_id") or ()), **values)
+        params.validate()
+        return params
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The arguments of `Engine` as flags. None is "not given": the engine's own default holds."""
+
+    model: Annotated[
+        str | None, engine_flag("A folder, hub id, GGUF file, or preset of random weights.", "--model")
+    ] = None
+    impl: Annotated[str | None, engine_flag("native, transformers or auto.")] = None
+    device: Annotated[str | None, engine_flag("cpu, cuda or auto.")] = None
+    dtype: Annotated[str | None, engine_flag("float32, bfloat16, float16 or auto.")] = None
+    loop: Annotated[str | None, engine_flag("async or sync.")] = None
+    slots: Annotated[int | None, engine_flag("Sets of buffers; steps in flight.")] = None
+    max_rows: Annotated[int | None, engine_flag("Most samples that run together.")] = None
+    max_step_tokens: Annotated[int | None, engine_flag("Most tokens of one step.")] = None
+    max_chunk_tokens: Annotated[int | None, engine_flag("Most tokens of one prompt in a step.")] = None
+    block_size: Annotated[int | None, engine_flag("KV positions of a block.")] = None
+    num_blocks: Annotated[int | None, engine_flag("Blocks of the KV cache.")] = None
+    cache_bytes: Annotated[int | None, engine_flag("Size of the KV cache in bytes.")] = None
+    max_model_len: Annotated[int | None, engine_flag("Most tokens of prompt and output together.")] = None
+    attention: Annotated[str | None, engine_flag("triton, torch or auto.")] = None
+    graphs: Annotated[bool | None, engine_flag("CUDA graphs for decode steps.", "--graphs/--no-graphs")] = None
+    engine_seed: Annotated[
+        int | None, engine_flag("Where requests without a seed get theirs from.", "--engine-seed")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `Engine` that were given."""
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        if "engine_seed" in given:
+            given["seed"] = given.pop("engine_seed")
+        return given
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses of flags: each of their fields becomes a flag of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{f.name: values.pop(f.name) for f in fields(kind)})
+        command(**values)
+
+    parameters = [p for p in inspect.signature(command).parameters.values() if p.name not in groups]
+    parameters += [parameter for kind in groups.values() for parameter in _parameters(kind)]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints.get(p.name, p.annotation)) for p in parameters]
+    del gathered.__wrapped__  # else typer would look through to the command itself
+    gathered.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    gathered.__annotations__ = {p.name: p.annotation for p in parameters}
+    return gathered
+
+
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is MISSING else f.default,
+            annotation=hints[f.name],
+        )
+        for f in fields(kind)
+    ]

@@ -1,0 +1,120 @@
+"""`twostroke generate`: answer the prompts given."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidRequest
+from ..request import FinishReason
+from .flags import EngineFlags, SamplingFlags, with_flags
+from .prompts import Job, gather
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..text.handle import Handle
+    from ..text.output import RequestOutput
+
+
+@with_flags
+def generate(
+    sampling: SamplingFlags,
+    engine: EngineFlags,
+    prompt: Annotated[list[str] | None, typer.Option(help="Raw text to continue; may be repeated.")] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="One prompt a line, empty lines skipped. JSON lines if it ends in .jsonl: a string, or an object with "
+            '"prompt" (text or token ids) or "messages" (a chat), and sampling parameters of its own.'
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Make each prompt the user message of a chat.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per prompt and line, in input order.")
+    ] = False,
+) -> None:
+    """Answer prompts, all of them together."""
+    jobs = gather(prompt or (), prompts_file, sampling.params(), chat)
+    from .. import Engine
+
+    with Engine(**engine.arguments()) as running:
+        outputs = _answer(running, jobs, _JsonLines() if as_json else _Text(len(jobs) > 1, running.tokenizer is None))
+    if any(output.finish_reason == FinishReason.ERROR for output in outputs):
+        raise typer.Exit(1)
+
+
+def _answer(engine: Engine, jobs: list[Job], printer: _JsonLines | _Text) -> list[RequestOutput]:
+    """Submit every job, then print the outputs in input order, each as soon as its turn has come."""
+    start = time.perf_counter()
+    handles = [_submit(engine, job) for job in jobs]
+    try:
+        outputs = [printer.show(index, handle) for index, handle in enumerate(handles)]
+    except KeyboardInterrupt:
+        for handle in handles:
+            handle.cancel()
+        raise
+    printer.close(outputs, time.perf_counter() - start)
+    return outputs
+
+
+def _submit(engine: Engine, job: Job) -> Handle:
+    try:
+        return engine.submit(job.prompt, job.params)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{job.source}: {error}") from error
+
+
+class _JsonLines:
+    """Prints one object per prompt."""
+
+    def show(self, index: int, handle: Handle) -> RequestOutput:
+        output = handle.result()
+        fields: dict[str, object] = {
+            "index": index,
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "finish_reason": output.finish_reason,
+        }
+        if output.error is not None:
+            fields["error"] = output.error
+        # NOTE: ASCII, since some readers of lines also split at U+0085 or U+2028, which JSON does not escape by itself.
+        typer.echo(json.dumps(fields, ensure_ascii=True))
+        return output
+
+    def close(self, outputs: list[RequestOutput], seconds: float) -> None:
+        """Nothing but the objects belongs on stdout."""
+
+
+class _Text:
+    """Prints text as it arrives, each prompt's under its heading if there are several.
+
+    Args:
+        headings: number the prompts.
+        ids: print token ids, for a model without a tokenizer.
+    """
+
+    def __init__(self, headings: bool, ids: bool) -> None:
+        self.headings = headings
+        self.ids = ids
+
+    def show(self, index: int, handle: Handle) -> RequestOutput:
+        if self.headings:
+            typer.echo(f"--- {index + 1} ---")
+        for delta in handle:
+            sys.stdout.write("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text)
+            sys.stdout.flush()
+        typer.echo("\n" if self.headings else "")
+        output = handle.result()
+        if output.error is not None:
+            typer.echo(f"twostroke: prompt {index + 1} ended with an error: {output.error}", err=True)
+        return output
+
+    def close(self, outputs: list[RequestOutput], seconds: float) -> None:
+        tokens = sum(len(output.token_ids) for output in outputs)
+        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
