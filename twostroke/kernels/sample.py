@@ -1,0 +1,370 @@
+"""Sampling in Triton: four launches of fixed grids, whatever the rows ask for, so that a graph can hold them.
+
+    survey   grid [S, splits]  one pass over the logits: poisoned? largest, and where
+    settle   grid [S]          joins the splits, ends greedy rows and errors, finds how far kept tokens may lie
+    draw     grid [S, splits]  sampled rows only: noise, and the winner of each split
+    combine  grid [S]          sampled rows only: the winner of the splits
+
+A token's distance is (largest logit - logit) / temperature, so exp(-distance) is its probability over the largest one,
+and every filter keeps the tokens within some radius. The bits of a float >= 0 are ordered like the float, so a radius
+is found by bisection on them; each pass snaps both ends to distances that occur, which ends it early. A row's splits
+and the order of its sums depend on the vocabulary alone: no batch mate can change its token.
+"""
+
+# mypy: allow-untyped-defs
+
+import torch
+import triton
+import triton.language as tl
+
+from .philox import PURPOSE_TOKEN
+from .philox_triton import gumbel, token_words
+
+_SPLIT = 4096
+_SPLIT_WARPS = 8
+_TILE = 8192
+_TILE_WARPS = 16
+
+_PURPOSE = tl.constexpr(PURPOSE_TOKEN)
+_INFINITY = tl.constexpr(float("inf"))
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+_NOTHING_TO_DRAW = tl.constexpr(-1.0)
+
+
+@triton.jit
+def _load_logits(row_logits, ids, vocab):
+    """Logits as float32; -inf beyond the vocabulary."""
+    return tl.load(row_logits + ids, mask=ids < vocab, other=-_INFINITY).to(tl.float32)
+
+
+@triton.jit
+def _bar(x, ids, stop_ids, stop_stride, num_barred):
+    """Logits with -inf at the first `num_barred` stop ids."""
+    for place in range(0, num_barred):
+        x = tl.where(ids == tl.load(stop_ids + place * stop_stride), -_INFINITY, x)
+    return x
+
+
+@triton.jit
+def _num_barred(outputs, min_outputs, row, NUM_STOPS: tl.constexpr):
+    return tl.where(tl.load(outputs + row) < tl.load(min_outputs + row), NUM_STOPS, 0)
+
+
+@triton.jit
+def _first_largest(x, ids):
+    """The largest of x, and the lowest id that has it."""
+    best = tl.max(x, 0)
+    return best, tl.min(tl.where(x == best, ids, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def _join_splits(values, ids, position, num_splits, SPLITS: tl.constexpr):
+    lanes = tl.arange(0, SPLITS)
+    place = position * num_splits + lanes
+    inside = lanes < num_splits
+    value = tl.load(values + place, mask=inside, other=-_INFINITY)
+    return _first_largest(value, tl.load(ids + place, mask=inside, other=0x7FFFFFFF))
+
+
+@triton.jit
+def _survey(
+    logits,
+    logits_stride,
+    vocab,
+    rows,
+    outputs,
+    min_outputs,
+    stop_ids,
+    stop_stride,
+    split_values,
+    split_ids,
+    NUM_STOPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The largest logit of each split and the lowest id that has it; +inf if one is NaN or +inf."""
+    position = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.load(rows + position)
+    ids = split * SPLIT + tl.arange(0, SPLIT)
+    x = _load_logits(logits + position.to(tl.int64) * logits_stride, ids, vocab)
+    poisoned = tl.max(((x != x) | (x == _INFINITY)).to(tl.int32), 0) != 0
+    barred = _num_barred(outputs, min_outputs, row, NUM_STOPS)
+    best, token = _first_largest(_bar(x, ids, stop_ids + row, stop_stride, barred), ids)
+    place = position * tl.num_programs(1) + split
+    tl.store(split_values + place, tl.where(poisoned, _INFINITY, best))
+    tl.store(split_ids + place, token)
+
+
+@triton.jit
+def _distances(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best, temperature):
+    x = _bar(_load_logits(row_logits, ids, vocab), ids, stop_ids, stop_stride, num_barred)
+    return tl.div_rn(best - x, temperature)
+
+
+@triton.jit
+def _weigh(
+    row_logits,
+    vocab,
+    stop_ids,
+    stop_stride,
+    num_barred,
+    best,
+    temperature,
+    radius,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Weight of the tokens within `radius` (bits), the largest distance within it, the smallest beyond it (bits)."""
+    weights = tl.zeros((TILE,), tl.float32)
+    within = tl.zeros((TILE,), tl.int32)
+    beyond = tl.full((TILE,), _INFINITY_BITS, tl.int32)
+    for start in range(0, vocab, TILE):
+        ids = start + tl.arange(0, TILE)
+        distance = _distances(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best, temperature)
+        bits = distance.to(tl.int32, bitcast=True)
+        inside = bits <= radius
+        if BY_MASS:
+            weights += tl.where(inside, tl.exp(-distance), 0.0)
+        else:
+            weights += tl.where(inside, 1.0, 0.0)
+        within = tl.maximum(within, tl.where(inside, bits, 0))
+        beyond = tl.minimum(beyond, tl.where(inside, _INFINITY_BITS, bits))
+    return tl.sum(weights, 0), tl.max(within, 0), tl.min(beyond, 0)
+
+
+@triton.jit
+def _smallest_radius(
+    row_logits,
+    vocab,
+    stop_ids,
+    stop_stride,
+    num_barred,
+    best,
+    temperature,
+    target,
+    far,
+    BY_MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The smallest distance (bits) that occurs and within which the weight is at least `target`, or `far`.
+
+    `near` and `far` are distances that occur (or infinity); the answer lies between them, both included.
+    """
+    near = far * 0
+    while near < far:
+        middle = near + (far - near) // 2
+        weight, within, beyond = _weigh(
+            row_logits, vocab, stop_ids, stop_stride, num_barred, best, temperature, middle, BY_MASS, TILE
+        )
+        enough = weight >= target
+        far = tl.where(enough, within, far)
+        near = tl.where(enough, near, beyond)
+    return far
+
+
+@triton.jit
+def _settle(
+    logits,
+    logits_stride,
+    vocab,
+    rows,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    outputs,
+    min_outputs,
+    stop_ids,
+    stop_stride,
+    split_values,
+    split_ids,
+    num_splits,
+    bests,
+    radii,
+    tokens,
+    errors,
+    NUM_STOPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Ends greedy rows and errors; for the others, the radius of the kept tokens: top_k, top_p within it, min_p."""
+    position = tl.program_id(0)
+    row = tl.load(rows + position)
+    best, token = _join_splits(split_values, split_ids, position, num_splits, SPLITS)
+    failed = tl.abs(best) == _INFINITY
+    tl.store(tokens + position, tl.where(failed, 0, token))
+    tl.store(errors + position, failed.to(tl.int32))
+    tl.store(bests + position, best)
+    temperature = tl.load(temperatures + row)
+    if (temperature > 0.0) & (failed == 0):
+        row_logits = logits + position.to(tl.int64) * logits_stride
+        row_stops = stop_ids + row
+        barred = _num_barred(outputs, min_outputs, row, NUM_STOPS)
+        radius = row * 0 + _INFINITY_BITS
+        top_k = tl.load(top_ks + row)
+        if (top_k > 0) & (top_k < vocab):
+            radius = _smallest_radius(
+                row_logits,
+                vocab,
+                row_stops,
+                stop_stride,
+                barred,
+                best,
+                temperature,
+                top_k.to(tl.float32),
+                radius,
+                False,
+                TILE,
+            )
+        top_p = tl.load(top_ps + row)
+        if top_p < 1.0:
+            mass, _, _ = _weigh(
+                row_logits, vocab, row_stops, stop_stride, barred, best, temperature, radius, True, TILE
+            )
+            radius = _smallest_radius(
+                row_logits, vocab, row_stops, stop_stride, barred, best, temperature, top_p * mass, radius, True, TILE
+            )
+        farthest = -tl.log(tl.load(min_ps + row))
+        tl.store(radii + position, tl.minimum(radius.to(tl.float32, bitcast=True), farthest))
+    else:
+        tl.store(radii + position, _NOTHING_TO_DRAW)
+
+
+@triton.jit
+def _draw(
+    logits,
+    logits_stride,
+    vocab,
+    rows,
+    temperatures,
+    seeds_low,
+    seeds_high,
+    outputs,
+    min_outputs,
+    stop_ids,
+    stop_stride,
+    bests,
+    radii,
+    split_values,
+    split_ids,
+    NUM_STOPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """For each split of a sampled row: the largest of noise - distance among the kept tokens, and the lowest id."""
+    position = tl.program_id(0)
+    split = tl.program_id(1)
+    radius = tl.load(radii + position)
+    if radius >= 0.0:
+        row = tl.load(rows + position)
+        place = position * tl.num_programs(1) + split
+        ids = split * SPLIT + tl.arange(0, SPLIT)
+        distance = _distances(
+            logits + position.to(tl.int64) * logits_stride,
+            ids,
+            vocab,
+            stop_ids + row,
+            stop_stride,
+            _num_barred(outputs, min_outputs, row, NUM_STOPS),
+            tl.load(bests + position),
+            tl.load(temperatures + row),
+        )
+        if tl.min(distance, 0) <= radius:
+            quads = split * (SPLIT // 4) + tl.arange(0, SPLIT // 4)
+            words = token_words(
+                tl.load(seeds_low + row), tl.load(seeds_high + row), tl.load(outputs + row), quads, _PURPOSE
+            )
+            best, token = _first_largest(tl.where(distance <= radius, gumbel(words) - distance, -_INFINITY), ids)
+            tl.store(split_values + place, best)
+            tl.store(split_ids + place, token)
+        else:
+            tl.store(split_values + place, -_INFINITY)
+
+
+@triton.jit
+def _combine(split_values, split_ids, num_splits, radii, tokens, SPLITS: tl.constexpr):
+    position = tl.program_id(0)
+    if tl.load(radii + position) >= 0.0:
+        _, token = _join_splits(split_values, split_ids, position, num_splits, SPLITS)
+        tl.store(tokens + position, token)
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed_low: torch.Tensor,
+    seed_high: torch.Tensor,
+    outputs: torch.Tensor,
+    min_outputs: torch.Tensor,
+    stop_ids: torch.Tensor,
+    tokens: torch.Tensor,
+    errors: torch.Tensor,
+) -> None:
+    """Draw one token per row of `logits`; the tensors between `rows` and `tokens` are `SamplingState`'s, in order.
+
+    Args:
+        logits: [S, V] in bfloat16, float16 or float32, the last dimension contiguous.
+        rows: int32 [S].
+        tokens, errors: int32 [S], written.
+    """
+    count, vocab = logits.shape
+    num_splits = triton.cdiv(vocab, _SPLIT)
+    split_values = torch.empty((count, num_splits), dtype=torch.float32, device=logits.device)
+    split_ids = torch.empty((count, num_splits), dtype=torch.int32, device=logits.device)
+    bests, radii = torch.empty((2, count), dtype=torch.float32, device=logits.device)
+    stops = (stop_ids, stop_ids.stride(0))
+    common = (logits, logits.stride(0), vocab, rows)
+    num_stops, splits = stop_ids.shape[0], triton.next_power_of_2(num_splits)
+    per_split, per_row = (count, num_splits), (count,)
+    _survey[per_split](
+        *common,
+        outputs,
+        min_outputs,
+        *stops,
+        split_values,
+        split_ids,
+        NUM_STOPS=num_stops,
+        SPLIT=_SPLIT,
+        num_warps=_SPLIT_WARPS,
+    )
+    _settle[per_row](
+        *common,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        outputs,
+        min_outputs,
+        *stops,
+        split_values,
+        split_ids,
+        num_splits,
+        bests,
+        radii,
+        tokens,
+        errors,
+        NUM_STOPS=num_stops,
+        SPLITS=splits,
+        TILE=_TILE,
+        num_warps=_TILE_WARPS,
+    )
+    _draw[per_split](
+        *common,
+        temperature,
+        seed_low,
+        seed_high,
+        outputs,
+        min_outputs,
+        *stops,
+        bests,
+        radii,
+        split_values,
+        split_ids,
+        NUM_STOPS=num_stops,
+        SPLIT=_SPLIT,
+        num_warps=_SPLIT_WARPS,
+    )
+    _combine[per_row](split_values, split_ids, num_splits, radii, tokens, SPLITS=splits, num_warps=1)
