@@ -1,0 +1,182 @@
+"""Token for token equal to transformers, under every loop, chunking, preemption and delay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from engines import MODES, running
+from reference import check_greedy
+
+from twostroke import SamplingParams
+
+SMALL = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=256)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+NO_STOP = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+NATIVE = {
+    "llama": transformers.LlamaConfig(**SMALL, **HEADS, **NO_STOP),
+    "mistral": transformers.MistralConfig(**SMALL, **HEADS, **NO_STOP, sliding_window=11),
+    "qwen2": transformers.Qwen2Config(**SMALL, **HEADS, **NO_STOP),
+    "qwen3": transformers.Qwen3Config(**SMALL, **HEADS, **NO_STOP, head_dim=16),
+}
+ADAPTED = {
+    "gpt2": transformers.GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=256, **NO_STOP),
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, num_attention_heads=4, **NO_STOP),
+    "gemma": transformers.GemmaConfig(**SMALL, **HEADS, **NO_STOP, head_dim=16),
+}
+LENGTHS = [1, 3, 16, 17, 34, 50]
+NEW = 24
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Return a function: family -> (directory, transformers model), made once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            torch.manual_seed(sum(map(ord, family)))
+            config = (NATIVE | ADAPTED)[family]
+            model = transformers.AutoModelForCausalLM.from_config(config).eval()
+            # NOTE: the default initialisation is so small that logits hardly differ; ties would hide errors.
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.mul_(4)
+            directory = tmp_path_factory.mktemp(family)
+            model.save_pretrained(directory)
+            made[family] = directory, model
+        return made[family]
+
+    return get
+
+
+def make_prompts(vocab=320, lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, length).tolist() for length in lengths]
+
+
+def check_all(model, prompts, outputs, new_tokens):
+    ties = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == new_tokens
+        ties += check_greedy(model, prompt, output.token_ids)
+    assert ties <= 1 + len(prompts) * new_tokens // 100
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", NATIVE)
+def test_native_families_equal_transformers(saved, family, mode):
+    directory, model = saved(family)
+    prompts = make_prompts()
+    with running(mode, directory, impl="native") as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+    check_all(model, prompts, outputs, NEW)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "delayed"])
+@pytest.mark.parametrize("family", [*ADAPTED, "llama"])
+def test_adapted_families_equal_transformers(saved, family, mode):
+    directory, model = saved(family)
+    prompts = make_prompts()
+    with running(mode, directory, impl="transformers") as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+    check_all(model, prompts, outputs, NEW)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_prompts_in_chunks(saved, chunk, mode):
+    """B05: a prompt longer than a step's budget goes in chunks, beside decoding rows."""
+    directory, model = saved("llama")
+    prompts = make_prompts(lengths=[1, 2, 7, 23])
+    with running(mode, directory, max_chunk_tokens=chunk, max_rows=3) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+        assert engine.stats().steps > max(map(len, prompts)) // chunk
+    check_all(model, prompts, outputs, NEW)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_budget_smaller_than_a_prompt_and_than_the_rows(saved, mode):
+    directory, model = saved("llama")
+    prompts = make_prompts(lengths=[3, 30, 9, 14, 1])
+    with running(mode, directory, max_step_tokens=4, max_rows=8) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=9))
+    check_all(model, prompts, outputs, 9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_preemption_by_recomputation(saved, mode):
+    """F19, F16: block 16, prompt 34, 35 new tokens, 2 requests, 7 blocks: preemption is certain, outputs are whole."""
+    directory, model = saved("llama")
+    prompts = make_prompts(lengths=[34, 34])
+    with running(mode, directory, block_size=16, num_blocks=7) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=35))
+        assert engine.stats().preemptions > 0
+        assert sum(output.preemptions for output in outputs) == engine.stats().preemptions
+        assert engine.stats().free_blocks == 6
+    check_all(model, prompts, outputs, 35)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_many_preemptions_and_no_more_of_them_than_under_the_synchronous_loop(saved, chunk):
+    """A05, A06: 33 blocks of 16, 8 requests of 100 + 100 tokens."""
+    directory, model = saved("llama")
+    prompts = make_prompts(lengths=[100] * 8)
+    preemptions, tokens = {}, {}
+    for mode in MODES:
+        with running(mode, directory, num_blocks=33, max_chunk_tokens=chunk) as engine:
+            outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=100))
+            preemptions[mode] = engine.stats().preemptions
+        tokens[mode] = [output.token_ids for output in outputs]
+    check_all(model, prompts, outputs, 100)
+    assert preemptions["sync"] > 0
+    assert max(preemptions.values()) <= 2 * preemptions["sync"]
+    assert all(one == tokens["sync"] for one in tokens.values())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "delayed"])
+def test_an_end_of_sequence_token_ends_the_sample_where_transformers_ends_it(saved, mode, tmp_path):
+    _, model = saved("llama")
+    prompts = make_prompts()
+    with running(mode, saved("llama")[0]) as engine:
+        plain = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+    eos = plain[2].token_ids[7]
+    model.save_pretrained(tmp_path)
+    transformers.GenerationConfig(eos_token_id=[eos, 319]).save_pretrained(tmp_path)
+    with running(mode, tmp_path) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+    for before, after in zip(plain, outputs, strict=True):
+        ids = before.token_ids
+        cut = ids.index(eos) + 1 if eos in ids else NEW
+        assert after.token_ids == ids[:cut]
+        assert after.finish_reason == ("stop" if eos in ids else "length")
+    assert outputs[2].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_smollm2_equals_transformers(smollm2_dir, smollm2_reference, mode):
+    prompts = ["The capital of France is", "def fibonacci(n):\n", "1, 2, 3, 4,", "Once upon a time, in a small village"]
+    with running(mode, smollm2_dir, max_chunk_tokens=3 if mode == "delayed" else None) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
+        chat = engine.generate(
+            [[{"role": "user", "content": "What is the capital of France?"}]], SamplingParams(temperature=0)
+        )[0]
+    ties = sum(
+        check_greedy(smollm2_reference, output.prompt_token_ids, output.token_ids) for output in outputs + [chat]
+    )
+    assert ties <= 1
+    assert "Paris" in outputs[0].text
+    assert "Paris" in chat.text
+    assert chat.finish_reason == "stop"
+    assert chat.token_ids[-1] == 2
+    assert "<|im_end|>" not in chat.text
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_dir):
+    return transformers.AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32).eval()
