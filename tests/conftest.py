@@ -1,10 +1,24 @@
 """Fixtures that several test files share."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from twostroke.model.default_model import default_model_dir
+
+if not torch.cuda.is_available():
+    # NOTE: triton reads this when a kernel is defined, so it is set before any test file imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
