@@ -38,9 +38,9 @@ class Case:
             cache.fill_(float("nan"))
             cache[DUMMY_BLOCK] = 0
             for row, past in self.past().items():
-                for position in range(past):
-                    block = table[row, position // attention.block_size]
-                    cache[block, :, position % attention.block_size] = self.sequences[row][which][position].to(cache)
+                position = torch.arange(past, device=table.device)
+                blocks = table[row, position // attention.block_size].long()
+                cache[blocks, :, position % attention.block_size] = self.sequences[row][which][:past].to(cache)
 
     def past(self) -> dict[int, int]:
         """Row -> positions before the step."""
@@ -79,7 +79,8 @@ def make_case(
         row: tuple(torch.randn(2, total, spec.kv_heads, spec.head_dim, generator=generator).to(dtype))
         for row, total in zip(rows, totals, strict=True)
     }
-    lane_rows = [row if length else dummy_row for row, length in zip(rows, lengths, strict=False)]
+    # A dead lane points at the dummy row, or still at the row that it had.
+    lane_rows = [dummy_row if not length and lane % 2 else rows[lane] for lane, length in enumerate(lengths)]
     spans = [(row, max(length - 1, 0), min(length, 1)) for row, length in zip(rows, lengths, strict=False)]
     spans += [(row, start, tokens) for row, (start, tokens) in zip(rows[len(lengths) :], chunks, strict=True)]
     tokens = len(lengths) + sum(count for _, count in chunks) + padding
