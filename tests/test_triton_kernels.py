@@ -1,0 +1,216 @@
+"""Every Triton kernel against its PyTorch twin, in float32: interpreted where there is no GPU (see conftest.py)."""
+
+import pytest
+import torch
+from paged_case import dense_attention, make_case
+from test_ops import merged_heads
+
+from twostroke.attention.interface import LayerSpec
+from twostroke.attention.torch_backend import TorchAttention
+from twostroke.kernels import ops
+
+pytest.importorskip("triton")
+
+from twostroke.kernels import activation, norm, rotary
+from twostroke.kernels.cache_write import cache_write
+from twostroke.kernels.paged_decode import (
+    MAX_SPLITS,
+    DecodeTiles,
+    decode_attention,
+    decode_splits,
+    decode_tiles,
+    workspace_size,
+)
+from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
+
+# The interpreter of triton 3.6 relies on what numpy 2.3 announces to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """Fresh memory is full of NaN, so that what a kernel forgets to write is seen."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor):
+        return tensor.fill_(NAN) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+
+
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (3, 80), (17, 576)])
+def test_norms(tokens, width):
+    x, residual = torch.randn(2, tokens, width + 16)[..., :width]
+    weight = torch.randn(width)
+    on_device = [t.to(DEVICE) for t in (x, residual, weight)]
+    wide = torch.zeros(tokens, width + 16, device=DEVICE)
+    wide[:, :width] = on_device[0]
+    close(norm.rms_norm(wide[:, :width], on_device[2], 1e-3), ops.rms_norm(x, weight, 1e-3))
+    for actual, expected in zip(
+        norm.add_rms_norm(wide[:, :width], *on_device[1:], 1e-3),
+        ops.add_rms_norm(x, residual, weight, 1e-3),
+        strict=True,
+    ):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 80), (2, 1536)])
+def test_silu_mul(tokens, width):
+    gate_up = torch.randn(tokens, 2 * width + 3)[:, : 2 * width]
+    strided = torch.zeros(tokens, 2 * width + 3, device=DEVICE)[:, : 2 * width].copy_(gate_up)
+    close(activation.silu_mul(strided), ops.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("half", [32, 40])
+def test_rotary_tables(half):
+    positions = torch.tensor([0, 1, 17, 4_095, 130_000])
+    inv_freq = 500_000.0 ** (-torch.arange(half) / half)
+    actual = rotary.rotary_tables(positions.to(DEVICE), inv_freq.to(DEVICE), 1.25)
+    for table, expected in zip(actual, ops.rotary_tables(positions, inv_freq, 1.25), strict=True):
+        close(table, expected)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "k_heads", "head_dim"), [(1, 9, 3, 64), (3, 4, 4, 80), (17, 1, 1, 16), (2, 18, 2, 128)]
+)
+@pytest.mark.parametrize("norms", [(False, False), (True, True), (True, False)])
+def test_rotate(tokens, q_heads, k_heads, head_dim, norms):
+    q, k, _, merged = merged_heads(tokens, q_heads, k_heads, head_dim)
+    cos, sin = torch.randn(2, tokens, head_dim // 2)
+    weights = [torch.randn(head_dim) if wanted else None for wanted in norms]
+    device_merged = merged.to(DEVICE, copy=True)
+    heads = device_merged.view(tokens, -1, head_dim)
+    rotary.rotate_(
+        heads[:, :q_heads],
+        heads[:, q_heads : q_heads + k_heads],
+        cos.to(DEVICE),
+        sin.to(DEVICE),
+        *(None if w is None else w.to(DEVICE) for w in weights),
+        1e-3,
+    )
+    ops.rotate_(q, k, cos, sin, *weights, 1e-3)
+    close(device_merged, merged)
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim", "block_size"), [(1, 64, 4), (3, 80, 16), (20, 128, 4)])
+def test_cache_write_touches_its_slots_and_nothing_else(kv_heads, head_dim, block_size):
+    _, k, v, _ = merged_heads(5, 2, kv_heads, head_dim)
+    slots = torch.randperm(6 * block_size)[:5]
+    keys, values = torch.full((2, 6, kv_heads, block_size, head_dim), NAN)
+    expected_keys, expected_values = keys.clone(), values.clone()
+    for token, slot in enumerate(slots.tolist()):
+        expected_keys[slot // block_size, :, slot % block_size] = k[token]
+        expected_values[slot // block_size, :, slot % block_size] = v[token]
+    keys, values = keys.to(DEVICE), values.to(DEVICE)
+    cache_write(k.to(DEVICE), v.to(DEVICE), keys, values, slots.to(DEVICE))
+    torch.testing.assert_close(keys.cpu(), expected_keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values.cpu(), expected_values, rtol=0, atol=0, equal_nan=True)
+
+
+def filled_cache(spec, case, num_blocks, block_size):
+    """Keys and values of a cache that holds the past and the step's own tokens; every other place is NaN."""
+    cache = TorchAttention([spec], num_blocks, block_size, torch.float32, torch.device(DEVICE))
+    case.fill(cache)
+    cache_write(case.k, case.v, cache.keys[0], cache.values[0], case.step.cache_slots[spec.group])
+    return cache.keys[0], cache.values[0]
+
+
+SHAPES = [(1, 64, 16, 5), (3, 80, 4, 0), (3, 80, 4, 5), (4, 128, 16, 0)]
+"""Group, head dimension, block size, window."""
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_size", "window"), SHAPES)
+@pytest.mark.parametrize(("splits", "min_share"), [(2, 4), (4, 1)])
+def test_decode(group, head_dim, block_size, window, splits, min_share):
+    spec = LayerSpec(2 * group, 2, head_dim, head_dim**-0.5, window, group=1)
+    case, num_blocks = make_case(
+        spec, lengths=[1, 15, 16, 0, 17, 0, 75], chunks=[], block_size=block_size, device=DEVICE
+    )
+    keys, values = filled_cache(spec, case, num_blocks, block_size)
+    out = torch.full((7, spec.heads, head_dim), NAN, device=DEVICE)
+    decode_attention(
+        case.q, keys, values, case.step.block_tables[1], case.step.lane_rows, case.step.lane_lengths, out,
+        torch.full((workspace_size(7, spec.heads, head_dim, splits),), NAN, device=DEVICE),
+        scale=spec.scale, window=window, splits=splits, tiles=DecodeTiles(16, 4, 2, 4, 2, min_share),
+    )  # fmt: skip
+    dead = case.step.lane_lengths == 0
+    assert torch.equal(out[dead], torch.zeros_like(out[dead]))
+    close(out[~dead], case.answer[~dead].float().cpu())
+
+
+@pytest.mark.parametrize(("group", "head_dim", "block_size", "window"), SHAPES)
+def test_prefill(group, head_dim, block_size, window):
+    spec = LayerSpec(2 * group, 2, head_dim, head_dim**-0.5, window, group=1)
+    chunks = [(0, 1), (19, 17), (0, 3), (5, 0), (16, 16)]
+    case, num_blocks = make_case(spec, lengths=[], chunks=chunks, block_size=block_size, padding=9, device=DEVICE)
+    keys, values = filled_cache(spec, case, num_blocks, block_size)
+    step = case.step
+    out = torch.full((len(case.q), spec.heads, head_dim), NAN, device=DEVICE)
+    prefill_attention(
+        case.q, keys, values, step.block_tables[1], step.chunk_rows, step.chunk_starts, step.chunk_offsets, out,
+        scale=spec.scale, window=window, tiles=PrefillTiles(16, 16, 4, 1),
+    )  # fmt: skip
+    assert torch.equal(out[-9:], torch.zeros_like(out[-9:]))
+    close(out[:-9], case.answer[:-9].float().cpu())
+
+
+def test_prefill_finds_its_chunk_among_many():
+    spec = LayerSpec(1, 1, 16, 0.25)
+    case, num_blocks = make_case(spec, lengths=[], chunks=[(3, 1)] * 70, block_size=4, device=DEVICE)
+    keys, values = filled_cache(spec, case, num_blocks, 4)
+    step = case.step
+    out = torch.full((70, 1, 16), NAN, device=DEVICE)
+    prefill_attention(
+        case.q, keys, values, step.block_tables[0], step.chunk_rows, step.chunk_starts, step.chunk_offsets, out,
+        scale=spec.scale, window=0, tiles=PrefillTiles(16, 16, 4, 1),
+    )  # fmt: skip
+    close(out, case.answer.float().cpu())
+
+
+def test_padding_alone_gives_zeros():
+    """F10: a step of a padded graph may have no chunk at all."""
+    cache = torch.full((2, 1, 4, 16), NAN, device=DEVICE)
+    index = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    out = torch.full((5, 1, 16), NAN, device=DEVICE)
+    prefill_attention(
+        torch.randn(5, 1, 16, device=DEVICE), cache, cache, index[None], index[:0], index[:0], index, out,
+        scale=1.0, window=0, tiles=PrefillTiles(16, 16, 4, 1),
+    )  # fmt: skip
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_splits_fill_the_processors_and_are_powers_of_two():
+    tiles = decode_tiles((9, 0), 128, torch.bfloat16)
+    for lanes in (1, 2, 3, 8, 31, 32, 256, 1024):
+        splits = decode_splits(lanes, 8, 132, tiles)
+        assert splits.bit_count() == 1
+        assert tiles.min_splits <= splits <= MAX_SPLITS
+        assert splits in (MAX_SPLITS, tiles.min_splits) or 2 * 132 <= lanes * 8 * splits <= 8 * 132
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_hold_a_group_and_suit_the_matrix_units(capability, dtype):
+    for head_dim in (64, 80, 128, 256):
+        assert decode_tiles(capability, head_dim, dtype).positions >= 16
+        for group in (1, 3, 4, 32, 71):
+            tiles = prefill_tiles(capability, group, head_dim, dtype)
+            assert tiles.queries >= group
+            assert min(tiles.queries, tiles.positions) >= 16
+
+
+def test_the_dense_answer_itself_equals_sdpa():
+    spec = LayerSpec(4, 2, 8, 0.3)
+    q, k, v = torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(dense_attention(spec, q, k, v).float(), expected)
