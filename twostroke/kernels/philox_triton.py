@@ -64,5 +64,5 @@ def gumbel(words):
     minus_log = -tl.log(tl.where(upper, rounded, nearest_end))
     # NOTE: where `rounded` is 1 the quotient would be 0 / 0, and v itself is the answer to within half an ulp.
     is_one = rounded == 1.0
-    corrected = minus_log * tl.div_rn(nearest_end, tl.where(is_one, 1.0, 1.0 - rounded))
+    corrected = minus_log * (nearest_end / tl.where(is_one, 1.0, 1.0 - rounded))
     return -tl.log(tl.where(upper, tl.where(is_one, nearest_end, corrected), minus_log))

@@ -5,13 +5,15 @@
     draw     grid [S, splits]  sampled rows only: noise, and the winner of each split
     combine  grid [S]          sampled rows only: the winner of the splits
 
-A token's distance is (largest logit - logit) / temperature, so exp(-distance) is its probability over the largest one,
-and every filter keeps the tokens within some radius. The bits of a float >= 0 are ordered like the float, so a radius
-is found by bisection on them; each pass snaps both ends to distances that occur, which ends it early. A row's splits
-and the order of its sums depend on the vocabulary alone: no batch mate can change its token.
+A token's gap is largest logit - logit, its distance is gap / temperature: exp(-distance) is its probability over the
+largest one, and every filter keeps the tokens within some radius. The bits of a float >= 0 are ordered like the float,
+so a radius is found by bisection on them; each pass snaps both ends to gaps that occur, which ends it early. A row's
+splits and the order of its sums depend on the vocabulary alone: no batch mate can change its token.
 """
 
 # mypy: allow-untyped-defs
+
+import math
 
 import torch
 import triton
@@ -28,6 +30,7 @@ _TILE_WARPS = 16
 _PURPOSE = tl.constexpr(PURPOSE_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 _INFINITY_BITS = tl.constexpr(0x7F800000)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_TO_DRAW = tl.constexpr(-1.0)
 
 
@@ -96,9 +99,8 @@ def _survey(
 
 
 @triton.jit
-def _distances(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best, temperature):
-    x = _bar(_load_logits(row_logits, ids, vocab), ids, stop_ids, stop_stride, num_barred)
-    return tl.div_rn(best - x, temperature)
+def _gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best):
+    return best - _bar(_load_logits(row_logits, ids, vocab), ids, stop_ids, stop_stride, num_barred)
 
 
 @triton.jit
@@ -109,22 +111,22 @@ def _weigh(
     stop_stride,
     num_barred,
     best,
-    temperature,
+    decay,
     radius,
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Weight of the tokens within `radius` (bits), the largest distance within it, the smallest beyond it (bits)."""
+    """Weight of the tokens within the gap `radius`, the largest gap within it, the smallest beyond it (bits)."""
     weights = tl.zeros((TILE,), tl.float32)
     within = tl.zeros((TILE,), tl.int32)
     beyond = tl.full((TILE,), _INFINITY_BITS, tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        distance = _distances(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best, temperature)
-        bits = distance.to(tl.int32, bitcast=True)
+        gap = _gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
+        bits = gap.to(tl.int32, bitcast=True)
         inside = bits <= radius
         if BY_MASS:
-            weights += tl.where(inside, tl.exp(-distance), 0.0)
+            weights += tl.where(inside, tl.exp2(gap * decay), 0.0)
         else:
             weights += tl.where(inside, 1.0, 0.0)
         within = tl.maximum(within, tl.where(inside, bits, 0))
@@ -140,21 +142,22 @@ def _smallest_radius(
     stop_stride,
     num_barred,
     best,
-    temperature,
+    decay,
     target,
     far,
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The smallest distance (bits) that occurs and within which the weight is at least `target`, or `far`.
+    """The smallest gap (bits) that occurs and within which the weight is at least `target`, or `far`.
 
-    `near` and `far` are distances that occur (or infinity); the answer lies between them, both included.
+    `near` and `far` are gaps that occur (or infinity); the answer lies between them, both included. A token weighs 1,
+    or 2 ** (gap * decay) by mass.
     """
     near = far * 0
     while near < far:
         middle = near + (far - near) // 2
         weight, within, beyond = _weigh(
-            row_logits, vocab, stop_ids, stop_stride, num_barred, best, temperature, middle, BY_MASS, TILE
+            row_logits, vocab, stop_ids, stop_stride, num_barred, best, decay, middle, BY_MASS, TILE
         )
         enough = weight >= target
         far = tl.where(enough, within, far)
@@ -200,6 +203,7 @@ def _settle(
         row_logits = logits + position.to(tl.int64) * logits_stride
         row_stops = stop_ids + row
         barred = _num_barred(outputs, min_outputs, row, NUM_STOPS)
+        decay = tl.div_rn(-_LOG2_E, temperature)
         radius = row * 0 + _INFINITY_BITS
         top_k = tl.load(top_ks + row)
         if (top_k > 0) & (top_k < vocab):
@@ -210,7 +214,7 @@ def _settle(
                 stop_stride,
                 barred,
                 best,
-                temperature,
+                decay,
                 top_k.to(tl.float32),
                 radius,
                 False,
@@ -218,14 +222,12 @@ def _settle(
             )
         top_p = tl.load(top_ps + row)
         if top_p < 1.0:
-            mass, _, _ = _weigh(
-                row_logits, vocab, row_stops, stop_stride, barred, best, temperature, radius, True, TILE
-            )
+            mass, _, _ = _weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
             radius = _smallest_radius(
-                row_logits, vocab, row_stops, stop_stride, barred, best, temperature, top_p * mass, radius, True, TILE
+                row_logits, vocab, row_stops, stop_stride, barred, best, decay, top_p * mass, radius, True, TILE
             )
         farthest = -tl.log(tl.load(min_ps + row))
-        tl.store(radii + position, tl.minimum(radius.to(tl.float32, bitcast=True), farthest))
+        tl.store(radii + position, tl.minimum(tl.div_rn(radius.to(tl.float32, bitcast=True), temperature), farthest))
     else:
         tl.store(radii + position, _NOTHING_TO_DRAW)
 
@@ -258,7 +260,7 @@ def _draw(
         row = tl.load(rows + position)
         place = position * tl.num_programs(1) + split
         ids = split * SPLIT + tl.arange(0, SPLIT)
-        distance = _distances(
+        gap = _gaps(
             logits + position.to(tl.int64) * logits_stride,
             ids,
             vocab,
@@ -266,8 +268,8 @@ def _draw(
             stop_stride,
             _num_barred(outputs, min_outputs, row, NUM_STOPS),
             tl.load(bests + position),
-            tl.load(temperatures + row),
         )
+        distance = tl.div_rn(gap, tl.load(temperatures + row))
         if tl.min(distance, 0) <= radius:
             quads = split * (SPLIT // 4) + tl.arange(0, SPLIT // 4)
             words = token_words(
@@ -314,7 +316,9 @@ def sample_rows(
     num_splits = triton.cdiv(vocab, _SPLIT)
     split_values = torch.empty((count, num_splits), dtype=torch.float32, device=logits.device)
     split_ids = torch.empty((count, num_splits), dtype=torch.int32, device=logits.device)
-    bests, radii = torch.empty((2, count), dtype=torch.float32, device=logits.device)
+    # NOTE: not halves of one tensor: the alignment, and with it the compiled variant, would change with the count.
+    bests = torch.empty(count, dtype=torch.float32, device=logits.device)
+    radii = torch.empty_like(bests)
     stops = (stop_ids, stop_ids.stride(0))
     common = (logits, logits.stride(0), vocab, rows)
     num_stops, splits = stop_ids.shape[0], triton.next_power_of_2(num_splits)
