@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import save_family
 
 from twostroke.model.default_model import default_model_dir
 
@@ -25,3 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2_dir() -> Path:
     """The default model's directory; downloaded and converted once, then cached."""
     return default_model_dir()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Return a function: family (see families.py) -> (directory, transformers model), made once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            made[family] = directory, save_family(family, directory)
+        return made[family]
+
+    return get

@@ -7,50 +7,13 @@ import pytest
 import torch
 import transformers
 from engines import MODES, running
+from families import ADAPTED, NATIVE
 from reference import check_greedy
 
 from twostroke import SamplingParams
 
-SMALL = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=256)
-HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
-NO_STOP = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-
-NATIVE = {
-    "llama": transformers.LlamaConfig(**SMALL, **HEADS, **NO_STOP),
-    "mistral": transformers.MistralConfig(**SMALL, **HEADS, **NO_STOP, sliding_window=11),
-    "qwen2": transformers.Qwen2Config(**SMALL, **HEADS, **NO_STOP),
-    "qwen3": transformers.Qwen3Config(**SMALL, **HEADS, **NO_STOP, head_dim=16),
-}
-ADAPTED = {
-    "gpt2": transformers.GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=256, **NO_STOP),
-    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, num_attention_heads=4, **NO_STOP),
-    "gemma": transformers.GemmaConfig(**SMALL, **HEADS, **NO_STOP, head_dim=16),
-}
 LENGTHS = [1, 3, 16, 17, 34, 50]
 NEW = 24
-
-
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory):
-    """Return a function: family -> (directory, transformers model), made once."""
-    made = {}
-
-    def get(family):
-        if family not in made:
-            torch.manual_seed(sum(map(ord, family)))
-            config = (NATIVE | ADAPTED)[family]
-            model = transformers.AutoModelForCausalLM.from_config(config).eval()
-            # NOTE: the default initialisation is so small that logits hardly differ; ties would hide errors.
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
-                        parameter.mul_(4)
-            directory = tmp_path_factory.mktemp(family)
-            model.save_pretrained(directory)
-            made[family] = directory, model
-        return made[family]
-
-    return get
 
 
 def make_prompts(vocab=320, lengths=LENGTHS, seed=0):
@@ -167,7 +130,7 @@ def test_smollm2_equals_transformers(smollm2_dir, smollm2_reference, mode):
             [[{"role": "user", "content": "What is the capital of France?"}]], SamplingParams(temperature=0)
         )[0]
     ties = sum(
-        check_greedy(smollm2_reference, output.prompt_token_ids, output.token_ids) for output in outputs + [chat]
+        check_greedy(smollm2_reference, output.prompt_token_ids, output.token_ids) for output in [*outputs, chat]
     )
     assert ties <= 1
     assert "Paris" in outputs[0].text

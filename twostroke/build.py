@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from .device.batch_state import BatchState
 from .device.buckets import Buckets
 from .device.cpu import CpuDevice
 from .device.layout import input_capacity
-from .device.memory import available_bytes
+from .device.memory import available_bytes, used_bytes
 from .device.slot import Slot
 from .device.streams import Device
 from .errors import InvalidConfig
@@ -34,7 +35,31 @@ from .text.tokenizer import Tokenizer, load_tokenizer
 _PROFILE_STEP = 0
 
 
-@dataclass
+@dataclass(frozen=True)
+class BuildReport:
+    """What building the engine took.
+
+    Attributes:
+        num_blocks: blocks of the cache, the dummy block included. cache_bytes: their bytes.
+        slot_host_bytes, slot_device_bytes: bytes of one slot's buffers.
+        graphs: CUDA graphs captured.
+        weights_device_bytes, ready_device_bytes: device memory in use with the weights loaded, and at the end, graphs
+            included; 0 on the CPU.
+        weights_seconds, ready_seconds: time to load the weights, and from then to the end.
+    """
+
+    num_blocks: int
+    cache_bytes: int
+    slot_host_bytes: int
+    slot_device_bytes: int
+    graphs: int
+    weights_device_bytes: int
+    ready_device_bytes: int
+    weights_seconds: float
+    ready_seconds: float
+
+
+@dataclass(frozen=True)
 class Parts:
     """A built engine, not yet running."""
 
@@ -45,9 +70,7 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     slots: list[Slot]
-    num_blocks: int
-    cache_bytes: int
-    graphs: int
+    report: BuildReport
 
 
 class Forward:
@@ -110,10 +133,12 @@ class _Builder:
     @torch.inference_mode()
     def build(self) -> Parts:
         config, device = self.config, self.device
+        began = time.perf_counter()
         loaded = load_model(
             config.model, impl=config.impl, device=device.torch_device, dtype=config.dtype, seed=config.seed or 0
         )
         model = loaded.model
+        loaded_at, weights_bytes = time.perf_counter(), used_bytes(device.torch_device)
         longest = self._longest(model)
         state = self._make_state(model, longest)
         forward = Forward(model, self._make_attention(model, 1))
@@ -136,9 +161,17 @@ class _Builder:
             scheduler=self._make_scheduler(model, num_blocks, max_model_len),
             runner=runner,
             slots=slots,
-            num_blocks=num_blocks,
-            cache_bytes=num_blocks * self._block_bytes(model),
-            graphs=graphs,
+            report=BuildReport(
+                num_blocks=num_blocks,
+                cache_bytes=num_blocks * self._block_bytes(model),
+                slot_host_bytes=slots[0].host_bytes,
+                slot_device_bytes=slots[0].device_bytes,
+                graphs=graphs,
+                weights_device_bytes=weights_bytes,
+                ready_device_bytes=used_bytes(device.torch_device),
+                weights_seconds=loaded_at - began,
+                ready_seconds=time.perf_counter() - loaded_at,
+            ),
         )
 
     def _longest(self, model: Model) -> int:
@@ -232,11 +265,9 @@ class _Builder:
         return 2 * peak
 
     def _capture(self, runner: Runner, slots: list[Slot]) -> int:
-        from .device.cuda import CudaStream
         from .device.graphs import Graphs
 
-        assert isinstance(self.device.compute, CudaStream)
-        graphs = Graphs(self.device.compute.raw)
+        graphs = Graphs(self.device.compute.raw)  # type: ignore[attr-defined]  # a CUDA stream has one
         runner.capture(graphs, slots)
         return len(graphs)
 

@@ -107,11 +107,12 @@ def require_int(name: str, value: object, *, low: int | None = None, high: int |
     """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise InvalidRequest(f"{name}={value!r} must be an integer")
-    if low is not None and value < low:
+    number = int(value)
+    if low is not None and number < low:
         raise InvalidRequest(f"{name}={value!r} must be at least {low}")
-    if high is not None and value > high:
+    if high is not None and number > high:
         raise InvalidRequest(f"{name}={value!r} must be at most {high}")
-    return int(value)
+    return number
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..errors import TwostrokeError
 from ..model.load import DEFAULT_MODEL
 from ..request import SamplingParams
 from .measure import Measured, measure
+from .options import BenchOptions
 from .result import Result, Run, usable_cores
 from .workload import CHATS
 
@@ -29,19 +30,19 @@ PEER_PAGE_SIZE = 32
 TokenLists = list[list[int]]
 
 
-def run(repetitions: int, say: Callable[[str], None]) -> Result:
+def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     """Measure both loops of twostroke, then the two peers, in this process, one after the other."""
     threads = usable_cores()
     torch.set_num_threads(threads)
     runs: list[Run] = []
     prompts: TokenLists = []
-    for loop in ("sync", "async"):
+    for loop in options.loops:
         say(f"twostroke, {loop} loop")
-        measured = _twostroke(loop, repetitions)
+        measured = _twostroke(loop, options.repetitions)
         prompts = [output.prompt_token_ids for output in measured[0].outputs]
         runs += [_as_run(loop, one) for one in measured]
     say("transformers, padded and continuous batching")
-    runs += _transformers(prompts, repetitions)
+    runs += _transformers(prompts, options.repetitions)
     workload = {
         "model": DEFAULT_MODEL,
         "dtype": "float32",
@@ -51,7 +52,7 @@ def run(repetitions: int, say: Callable[[str], None]) -> Result:
         "temperature": 0.0,
         "threads": threads,
     }
-    return Result(benchmark="cpu-demo", gpu=None, workload=workload, runs=tuple(runs))
+    return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 
 
 def _twostroke(loop: str, repetitions: int) -> list[Measured]:

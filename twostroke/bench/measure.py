@@ -36,7 +36,7 @@ class Measured:
         return sum(len(output.token_ids) for output in self.outputs)
 
 
-def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> Measured:
+def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Measured:
     """Answer `prompts` together on an engine that does nothing else; earlier work is not counted in.
 
     Raises:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import InvalidConfig
+from .options import BenchOptions
 from .result import Result
 
 
@@ -17,7 +18,7 @@ class Benchmark:
     Attributes:
         name: as on the command line.
         summary: one line on what it measures.
-        module: of this package, with `run(repetitions: int, say: Callable[[str], None]) -> Result`.
+        module: of this package, with `run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result`.
         repetitions: measured runs of each engine, if the user asks for no other number.
     """
 
@@ -26,14 +27,14 @@ class Benchmark:
     module: str
     repetitions: int
 
-    def run(self, repetitions: int | None, say: Callable[[str], None]) -> Result:
+    def run(self, options: BenchOptions, say: Callable[[str], None]) -> Result:
         """Run the benchmark; `say` is told what is being done.
 
         Raises:
             InvalidConfig: the benchmark needs what this machine does not have.
         """
         module = importlib.import_module(f".{self.module}", __package__)
-        result: Result = module.run(self.repetitions if repetitions is None else repetitions, say)
+        result: Result = module.run(self.name, options, say)
         return result
 
 
@@ -41,6 +42,14 @@ BENCHMARKS = {
     benchmark.name: benchmark
     for benchmark in (
         Benchmark("cpu-demo", "SmolLM2 on the CPU, 8 prompts x 64 tokens, beside transformers", "cpu_demo", 3),
+        Benchmark("article", "8B shape, 32 requests, prompt 128, 8,192 tokens each", "offline", 1),
+        Benchmark("article-512", "the same, 512 tokens each", "offline", 3),
+        Benchmark("rollouts-1024", "8B shape, 32 requests, prompt 256, 1,024 tokens each", "offline", 3),
+        Benchmark("rollouts-2048", "the same, 2,048 tokens each", "offline", 3),
+        Benchmark("rollouts-4096", "the same, 4,096 tokens each", "offline", 1),
+        Benchmark("rollouts-16384", "the same, 16,384 tokens each", "offline", 1),
+        Benchmark("small", "0.6B shape, 256 requests, 100 to 1,024 tokens in and out", "offline", 3),
+        Benchmark("gsm8k", "8B shape, 1,319 short prompts, 256 tokens each", "offline", 3),
     )
 }
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..bench.options import BenchOptions
 from ..bench.registry import BENCHMARKS, find
 from ..bench.result import Result, Run
 from .table import print_table
@@ -26,13 +27,27 @@ def bench(
     repetitions: Annotated[
         int | None, typer.Option(min=1, help="Measured runs of each engine; the benchmark's own number if not given.")
     ] = None,
+    loop: Annotated[str, typer.Option(help="sync, async or both.")] = "both",
+    impl: Annotated[str, typer.Option(help="native, transformers or auto; where the benchmark has a choice.")] = "auto",
+    slots: Annotated[int, typer.Option(min=1, help="Slots; where the benchmark has a choice.")] = 2,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step; likewise.")] = 2048,
 ) -> None:
     """Measure twostroke, beside its peers where the benchmark has some."""
-    result = find(name).run(repetitions, lambda line: typer.echo(line, err=True))
+    benchmark = find(name)
+    options = BenchOptions(
+        repetitions=benchmark.repetitions if repetitions is None else repetitions,
+        loops=LOOPS[loop],
+        impl=impl,
+        slots=slots,
+        max_step_tokens=max_step_tokens,
+    )
+    result = benchmark.run(options, lambda line: typer.echo(line, err=True))
     _print_result(result)
     if json_file is not None:
         typer.echo(f"\nwritten to {result.write(json_file)}")
 
+
+LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 
 COLUMNS: dict[str, Callable[[Run], str | None]] = {
     "seconds": lambda run: f"{run.seconds:.2f}",

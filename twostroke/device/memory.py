@@ -21,6 +21,16 @@ def available_bytes(device: torch.device) -> int:
     return int(HOST_SHARE * _host_available())
 
 
+def used_bytes(device: torch.device) -> int:
+    """Return the device memory in use, graphs and libraries included; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 def _host_available() -> int:
     """Return MemAvailable of the kernel, in bytes; a fixed 4 GiB where the system does not say."""
     try:

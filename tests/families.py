@@ -1,0 +1,37 @@
+"""Tiny random models of the families that tests run, made and saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+SMALL = dict(vocab_size=320, hidden_size=48, intermediate_size=80, num_hidden_layers=3, max_position_embeddings=256)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+NO_STOP = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+
+NATIVE = {
+    "llama": transformers.LlamaConfig(**SMALL, **HEADS, **NO_STOP),
+    "mistral": transformers.MistralConfig(**SMALL, **HEADS, **NO_STOP, sliding_window=11),
+    "qwen2": transformers.Qwen2Config(**SMALL, **HEADS, **NO_STOP),
+    "qwen3": transformers.Qwen3Config(**SMALL, **HEADS, **NO_STOP, head_dim=16),
+}
+ADAPTED = {
+    "gpt2": transformers.GPT2Config(vocab_size=320, n_embd=48, n_layer=2, n_head=4, n_positions=256, **NO_STOP),
+    "gpt_neox": transformers.GPTNeoXConfig(**SMALL, num_attention_heads=4, **NO_STOP),
+    "gemma": transformers.GemmaConfig(**SMALL, **HEADS, **NO_STOP, head_dim=16),
+}
+
+
+def save_family(family: str, directory: Path) -> transformers.PreTrainedModel:
+    """Make the family's model, save it to `directory`, and return it."""
+    torch.manual_seed(sum(map(ord, family)))
+    model = transformers.AutoModelForCausalLM.from_config((NATIVE | ADAPTED)[family]).eval()
+    # NOTE: the default initialisation is so small that logits hardly differ; ties would hide errors.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    model.save_pretrained(directory)
+    return model

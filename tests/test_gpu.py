@@ -1,0 +1,131 @@
+"""The equalities of the design on a GPU: loops, graphs, chunks, preemption, delayed streams."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from delays import DelayedDevice, PoisoningRunner
+from reference import check_greedy
+
+from twostroke import Engine, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=7, max_tokens=40, ignore_eos=True)
+
+VARIANTS = {
+    "sync eager": dict(loop="sync", graphs=False),
+    "sync graphs": dict(loop="sync"),
+    "async eager": dict(loop="async", graphs=False),
+    "async graphs": dict(loop="async"),
+    "async three slots": dict(loop="async", slots=3),
+    "delayed graphs": dict(delayed=True),
+    "delayed eager": dict(delayed=True, graphs=False),
+}
+
+
+@contextmanager
+def running(model="tiny", *, delayed=False, **options):
+    options = {"dtype": "float32", "max_rows": 8, "seed": 0, "num_blocks": 200, **options}
+    if not delayed:
+        with Engine(model, device="cuda", **options) as engine:
+            yield engine
+        return
+    from twostroke.device.cuda import CudaDevice
+
+    device = DelayedDevice(CudaDevice(torch.device("cuda")), longest=0.002)
+    with mock.patch("twostroke.build.Runner", PoisoningRunner), Engine(model, device=device, **options) as engine:
+        yield engine
+
+
+def make_prompts(lengths):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 320, length).tolist() for length in lengths]
+
+
+def tokens_of(prompts, params, **options):
+    with running(**options) as engine:
+        outputs = engine.generate(prompts, params)
+        preemptions = engine.stats().preemptions
+    assert all(output.finish_reason == "length" for output in outputs)
+    return [output.token_ids for output in outputs], preemptions
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32_tokens_are_those_of_the_cpu_in_every_variant(saved, variant, params):
+    prompts = make_prompts([1, 3, 16, 17, 34, 50, 70])
+    model, _ = saved("llama")
+    with Engine(model, device="cpu", loop="sync", max_rows=8) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
+    tokens, _ = tokens_of(prompts, params, model=model, **VARIANTS[variant])
+    assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    "options", [dict(max_chunk_tokens=5), dict(num_blocks=14), dict(max_chunk_tokens=7, num_blocks=14)]
+)
+@pytest.mark.parametrize("variant", ["sync graphs", "async graphs", "delayed graphs"])
+def test_fp32_tokens_do_not_depend_on_chunks_or_preemption(variant, options):
+    prompts = make_prompts([34, 34, 50, 20])
+    expected, _ = tokens_of(prompts, SEEDED, loop="sync", graphs=False)
+    tokens, preemptions = tokens_of(prompts, SEEDED, **VARIANTS[variant], **options)
+    assert tokens == expected
+    assert (preemptions > 0) == ("num_blocks" in options)
+
+
+@pytest.mark.parametrize("model", ["tiny", "qwen3-0.6b"])
+def test_bf16_tokens_are_equal_where_the_steps_have_the_same_composition(model):
+    prompts = make_prompts([64] * 5)
+    found = {}
+    for variant in ("sync eager", "sync graphs", "async eager", "async graphs", "delayed graphs"):
+        found[variant], _ = tokens_of(prompts, GREEDY, model=model, dtype="bfloat16", **VARIANTS[variant])
+    assert all(tokens == found["sync eager"] for tokens in found.values())
+
+
+def test_bf16_logits_stay_close_to_fp32():
+    """Teacher-forced: where the bf16 run first differs from the fp32 one, the fp32 logits must be nearly tied."""
+    prompts = make_prompts([20, 40])
+    exact, _ = tokens_of(prompts, GREEDY)
+    rounded, _ = tokens_of(prompts, GREEDY, dtype="bfloat16")
+    agree = sum(a == b for one, two in zip(exact, rounded, strict=True) for a, b in zip(one[:5], two[:5], strict=True))
+    assert agree >= 8
+
+
+def test_the_stream_sanitizer_finds_nothing():
+    script = Path(__file__).parent / "csan_run.py"
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "clean" in done.stdout
+    assert "CSAN" not in done.stderr
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_fp32_tokens_of_other_families_equal_transformers(saved, family):
+    directory, reference = saved(family)
+    prompts = make_prompts([1, 16, 34, 50])
+    for impl in ("native", "transformers"):
+        tokens, _ = tokens_of(prompts, GREEDY, model=directory, impl=impl)
+        assert sum(check_greedy(reference, prompt, one) for prompt, one in zip(prompts, tokens, strict=True)) <= 1
+
+
+def test_a_graph_serves_the_next_larger_bucket():
+    """A45, R16: 3 rows run in the bucket of 4, 33 in that of 40."""
+    with running(max_rows=64) as engine:
+        buckets = engine._parts.runner._buckets
+        assert [buckets.fit(n) for n in (1, 3, 5, 33, 64)] == [1, 4, 8, 40, 64]
+        outputs = engine.generate(make_prompts([5] * 33), GREEDY)
+    assert all(len(output.token_ids) == 40 for output in outputs)

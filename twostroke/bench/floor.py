@@ -1,0 +1,58 @@
+"""The floor of a workload: the time that the machine's ceilings allow, whatever the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model must read and compute.
+
+    Attributes:
+        weight_bytes: read once in every step.
+        kv_bytes: of one token, over all layers; read once per earlier token of a row in every step.
+        token_flop: of one token's matrix products.
+        attention_flop: of one token's attention to one position, over all layers.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    token_flop: float
+    attention_flop: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Attributes:
+    seconds: sum over steps of the larger of reading time and computing time.
+    read_bytes: what the steps have to read.
+    """
+
+    seconds: float
+    read_bytes: float
+
+
+def floor_of(cost: Cost, prompts: np.ndarray, outputs: np.ndarray, read_bytes_per_s: float, flop_per_s: float) -> Floor:
+    """The floor of requests that all run at once.
+
+    The first step takes all prompts; step k > 0 decodes one token of each request that has more than k outputs, and
+    reads the weights and the KV cache of those requests.
+
+    Args:
+        prompts, outputs: tokens of each request, int [N].
+        read_bytes_per_s, flop_per_s: ceilings.
+    """
+    prompt_tokens = float(prompts.sum())
+    prompt_flop = cost.token_flop * prompt_tokens + cost.attention_flop * float((prompts.astype(float) ** 2).sum()) / 2
+    read = [float(cost.weight_bytes)]
+    flop = [prompt_flop]
+    for k in range(1, int(outputs.max())):
+        alive = outputs > k
+        rows, positions = int(alive.sum()), float((prompts[alive] + k).sum())
+        read.append(cost.weight_bytes + cost.kv_bytes * positions)
+        flop.append(cost.token_flop * rows + cost.attention_flop * positions)
+    seconds = np.maximum(np.array(read) / read_bytes_per_s, np.array(flop) / flop_per_s)
+    return Floor(float(seconds.sum()), float(sum(read)))

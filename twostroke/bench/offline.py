@@ -1,0 +1,170 @@
+"""Offline workloads on a GPU: requests that are all submitted at once, random weights, end of sequence ignored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+
+from .. import Engine
+from ..errors import InvalidConfig
+from ..model.interface import Model
+from ..request import SamplingParams
+from .ceilings import Ceilings, measure_ceilings
+from .floor import Cost, Floor, floor_of
+from .measure import Measured, measure
+from .options import BenchOptions
+from .result import Result, Run
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of a benchmark.
+
+    Attributes:
+        model: a preset.
+        prompts: token ids of each prompt.
+        outputs: tokens to generate for each.
+        temperature: of all.
+        max_rows, max_model_len: of the engine.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    outputs: list[int]
+    temperature: float
+    max_rows: int
+    max_model_len: int
+
+
+def article(new_tokens: int) -> Workload:
+    """The published comparison: 32 requests with prompts of 128 tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(10, 100000) for _ in range(128)] for _ in range(32)]
+    return Workload("llama-3.1-8b", prompts, [new_tokens] * 32, 0.0, max_rows=32, max_model_len=8192 + 256)
+
+
+def rollouts(new_tokens: int) -> Workload:
+    """Long continuations: 32 requests with prompts of 256 tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(10, 15999) for _ in range(256)] for _ in range(32)]
+    return Workload("llama-3.1-8b", prompts, [new_tokens] * 32, 0.0, max_rows=32, max_model_len=new_tokens + 256)
+
+
+def small() -> Workload:
+    """A small model, 256 requests with prompts and outputs of 100 to 1,024 tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    outputs = [rng.randint(100, 1024) for _ in range(256)]
+    return Workload("qwen3-0.6b", prompts, outputs, 0.6, max_rows=256, max_model_len=4096)
+
+
+def gsm8k() -> Workload:
+    """Many short prompts, 256 new tokens each."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(10, 9999) for _ in range(rng.randint(40, 148))] for _ in range(1319)]
+    return Workload("llama-3.1-8b", prompts, [256] * 1319, 0.0, max_rows=1024, max_model_len=1024)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "article": lambda: article(8192),
+    "article-512": lambda: article(512),
+    "rollouts-1024": lambda: rollouts(1024),
+    "rollouts-2048": lambda: rollouts(2048),
+    "rollouts-4096": lambda: rollouts(4096),
+    "rollouts-16384": lambda: rollouts(16384),
+    "small": small,
+    "gsm8k": gsm8k,
+}
+
+
+def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
+    """Measure the ceilings, then twostroke under each loop asked for.
+
+    Raises:
+        InvalidConfig: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
+    workload = WORKLOADS[name]()
+    say("ceilings")
+    ceilings = measure_ceilings()
+    torch.cuda.empty_cache()
+    runs: list[Run] = []
+    built: dict[str, object] = {}
+    for loop in options.loops:
+        say(f"twostroke, {loop} loop")
+        runs += _twostroke(workload, loop, options, ceilings, built)
+    facts = {
+        "model": workload.model,
+        "dtype": "bfloat16",
+        "impl": options.impl,
+        "requests": len(workload.prompts),
+        "prompt_tokens": sum(map(len, workload.prompts)),
+        "new_tokens": sum(workload.outputs),
+        "temperature": workload.temperature,
+        "max_rows": workload.max_rows,
+        "read_bytes_per_s": ceilings.read_bytes_per_s,
+        "flop_per_s": ceilings.flop_per_s,
+        **built,
+    }
+    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+
+
+def _twostroke(
+    workload: Workload, loop: str, options: BenchOptions, ceilings: Ceilings, built: dict[str, object]
+) -> list[Run]:
+    params = [SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True) for n in workload.outputs]
+    warm_up = SamplingParams(temperature=workload.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    with Engine(
+        workload.model,
+        impl=options.impl,
+        dtype="bfloat16",
+        loop=loop,
+        slots=options.slots,
+        max_rows=workload.max_rows,
+        max_step_tokens=options.max_step_tokens,
+        max_model_len=workload.max_model_len,
+        seed=0,
+    ) as engine:
+        built |= {"slots": options.slots, **asdict(engine.report)}
+        floor = floor_of(
+            _cost(engine.model),
+            np.array([len(prompt) for prompt in workload.prompts]),
+            np.array(workload.outputs),
+            ceilings.read_bytes_per_s,
+            ceilings.flop_per_s,
+        )
+        engine.generate(workload.prompts, warm_up, progress=False)
+        measured = [measure(engine, workload.prompts, params) for _ in range(options.repetitions)]
+        return [_as_run(loop, one, floor) for one in measured]
+
+
+def _cost(model: Model) -> Cost:
+    """What the model must read and compute; its products are two operations per weight read."""
+    elements = model.weight_bytes // model.dtype.itemsize
+    layers = model.layers
+    return Cost(
+        weight_bytes=model.weight_bytes,
+        kv_bytes=sum(layer.block_bytes(1, model.dtype) for layer in layers),
+        token_flop=2.0 * elements,
+        attention_flop=4.0 * sum(layer.heads * layer.head_dim for layer in layers),
+    )
+
+
+def _as_run(loop: str, measured: Measured, floor: Floor) -> Run:
+    return Run(
+        engine="twostroke",
+        loop=loop,
+        seconds=measured.seconds,
+        tokens=measured.tokens,
+        ms_per_step=1e3 * measured.seconds / measured.steps,
+        gpu_active=measured.active,
+        bytes_per_s=floor.read_bytes / measured.seconds,
+        floor_seconds=floor.seconds,
+    )
