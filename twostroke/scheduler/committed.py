@@ -1,4 +1,4 @@
-"""What the commit of a step brought."""
+"""What there is to hand over."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..request import Sample
 
 
 class Committed(NamedTuple):
-    """What a commit or a cancel brought.
+    """What a commit, or a command between two steps, has to hand over.
 
     Attributes:
         finished: samples that ended, each reported once in its life.
-        streamed: samples that asked for their tokens as they come and got one.
-        tokens: int32, one per streamed sample, in the same order.
+        streamed: for each token of a sample that asked for its tokens as they come, that sample.
+        tokens: int32, one per entry of `streamed`.
     """
 
     finished: list[Sample]

@@ -20,7 +20,6 @@ NO_CHUNKS = _frozen(np.empty((0, 4), np.int32))
 NO_TOKENS = _frozen(np.empty(0, np.int32))
 NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
 NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
-NO_LANES = _frozen(np.empty((0, 2), np.int32))
 
 
 def row_record(row: int, sample: Sample) -> np.ndarray:
@@ -77,7 +76,7 @@ class Draft:
             prompt_tokens=_joined(self._pieces, NO_TOKENS),
             joins=_joined(self._joins, NO_JOINS),
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
-            lane_deltas=_frozen(lane_deltas) if len(lane_deltas) else NO_LANES,
+            lane_deltas=lane_deltas,
         )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+NO_DELTAS = np.empty((0, 2), np.int32)
+NO_DELTAS.flags.writeable = False
+
 
 class Lanes:
     """Which row stands behind each lane, dense: a leaving row's lane is taken by the last lane.
@@ -67,13 +70,12 @@ class Lanes:
         self._index.flags.writeable = self._plan_rows.flags.writeable = False
         self._stale = False
 
-    @property
-    def changed(self) -> bool:
-        """True if a delta waits for the next plan."""
-        return bool(self._changed)
-
     def pop_deltas(self) -> np.ndarray:
         """What changed since the last call, int32 [M, 2]: lane, row (the dummy row if it is no longer in use)."""
+        if not self._changed:
+            return NO_DELTAS
         lanes = np.array(sorted(self._changed), np.intp)
         self._changed.clear()
-        return np.stack([lanes, self._rows[lanes]], axis=1).astype(np.int32)
+        deltas = np.stack([lanes, self._rows[lanes]], axis=1).astype(np.int32)
+        deltas.flags.writeable = False
+        return deltas

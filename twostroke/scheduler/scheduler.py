@@ -112,22 +112,27 @@ class Scheduler:
         self._end(sample, FinishReason.CANCELLED)
         return Committed([sample], [], NO_TOKENS)
 
-    def abandon(self, reason: FinishReason, error: str | None = None) -> list[Sample]:
-        """End every sample that has not ended, and return them, oldest first."""
+    def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
+        """End every sample that has not ended, oldest first."""
         samples = sorted({**self.row_of, **self.waiting}, key=lambda sample: sample.order)
         for sample in samples:
             self._end(sample, reason, error)
-        return samples
+        return Committed(samples, [], NO_TOKENS)
 
-    def stream(self, sample: Sample) -> np.ndarray:
-        """Let commits hand over the tokens of `sample` from now on; returns the output so far, int32, a copy."""
-        row = self.row_of.get(sample)
-        if sample.state is not SampleState.FINISHED:
-            self._streaming.add(sample)
-        if row is None:
-            return sample.output.copy()
-        self.rows.streaming[row] = True
-        return self.rows.known_tokens(row)[sample.prompt_len :].copy()
+    def stream(self, sample: Sample) -> Committed:
+        """Let commits hand over the tokens of `sample` from now on; the result hands over its output so far.
+
+        A sample that is streamed already, or has ended, gets nothing: no token is handed over twice.
+        """
+        if sample in self._streaming or sample.state is SampleState.FINISHED:
+            return Committed([], [], NO_TOKENS)
+        self._streaming.add(sample)
+        row, tokens = self.row_of.get(sample), sample.tokens
+        if row is not None:
+            self.rows.streaming[row] = True
+            tokens = self.rows.known_tokens(row)
+        output = tokens[sample.prompt_len :]
+        return Committed([], [sample] * len(output), output)
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +157,6 @@ class Scheduler:
         self._continue_prefills(draft)
         self._admit(draft)
         if not self.lanes.count and not draft.prompt_tokens:
-            self._check_not_stuck()
             return None
         self.rows.launched[self.lanes.index] += 1
         self.launched_step += 1
@@ -270,12 +274,6 @@ class Scheduler:
         self.waiting.move_to_end(sample, last=False)
         self.draining[row] = None
         self._drain()
-
-    def _check_not_stuck(self) -> None:
-        if self.launched_step == self.committed_step and (self.waiting or self.rows.running):
-            raise RuntimeError(
-                f"nothing can run and nothing is in flight, but not all samples have ended: {self.stats()}"
-            )
 
     # -- Committing ----------------------------------------------------------------------------------------------
 

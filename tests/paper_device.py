@@ -1,0 +1,300 @@
+"""A device made of paper: it executes plans on numpy arrays, and objects to plans that a real one could not run."""
+
+import hashlib
+from collections import deque
+
+import numpy as np
+
+from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
+from twostroke.request import FinishReason, Limits, Request, Sample, SampleState, SamplingParams
+from twostroke.scheduler.scheduler import Committed, Scheduler
+
+VOCAB = 97
+
+
+def next_token(seed: int, tokens: list[int], outputs: int, min_outputs: int, stop_ids: set[int]) -> int:
+    """A pure function of the seed and all earlier tokens; stop ids are masked while outputs < min_outputs."""
+    digest = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).digest()
+    token = int.from_bytes(digest, "little") % VOCAB
+    while outputs < min_outputs and token in stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def oracle(request: Request, nan_at: int | None = None) -> tuple[list[int], FinishReason]:
+    """The output that `request` must get, and why it ends; `nan_at` is the output index whose logits are NaN."""
+    tokens, stops = request.prompt.tolist(), set(request.stop_ids.tolist())
+    output: list[int] = []
+    while len(output) < request.max_tokens:
+        if len(output) == nan_at:
+            return output, FinishReason.ERROR
+        output.append(next_token(request.seed, tokens + output, len(output), request.params.min_tokens, stops))
+        if output[-1] in stops:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+class PaperDevice:
+    """Row state, tables, lanes, and a KV cache that keeps the tokens themselves: a wrong table gives wrong tokens."""
+
+    def __init__(self, *, max_rows: int, max_len: int, block_size: int, num_blocks: int, num_groups: int) -> None:
+        self.dummy_row, self.block_size, self.num_groups = max_rows, block_size, num_groups
+        self.rows: dict[int, dict] = {}
+        self.tables = np.full((num_groups, max_rows + 1, -(-max_len // block_size)), DUMMY_BLOCK, np.int32)
+        self.held = np.zeros((num_groups, max_rows + 1), int)
+        self.cache = np.full((num_groups, num_blocks, block_size), -1, int)
+        self.lanes = np.full(max_rows, max_rows, int)
+        self.nan_at: dict[int, int] = {}
+
+    def run(self, plan: Plan) -> StepOutput:
+        self._apply(plan)
+        assert (self.lanes[: plan.num_lanes] == plan.lane_rows).all()
+        assert (self.lanes[plan.num_lanes :] == self.dummy_row).all()
+        assert len(set(plan.lane_rows.tolist())) == plan.num_lanes
+        results = [self._decode(row) for row in plan.lane_rows.tolist()]
+        offset = 0
+        for row, start, count, samples in plan.chunks.tolist():
+            result = self._prefill(row, start, plan.prompt_tokens[offset : offset + count].tolist(), samples)
+            offset += count
+            results += [result] if samples else []
+        assert offset == len(plan.prompt_tokens)
+        tokens, flags = zip(*results, strict=True) if results else ((), ())
+        return StepOutput(np.array(tokens, np.int32), np.array(flags, np.int32))
+
+    def _apply(self, plan: Plan) -> None:
+        for record in plan.joins:
+            row = int(record["row"])
+            assert 0 <= row < self.dummy_row
+            self.rows[row] = {name: record[name] for name in record.dtype.names}
+            self.rows[row]["seed"] = int(record["seed_low"]) | int(record["seed_high"]) << 32
+            self.held[:, row] = 0
+        for group, row, index, block in plan.block_deltas.tolist():
+            assert index == self.held[group, row], "a hole in the block table"
+            assert block != DUMMY_BLOCK
+            self.tables[group, row, index] = block
+            self.held[group, row] += 1
+        for lane, row in plan.lane_deltas.tolist():
+            self.lanes[lane] = row
+
+    def blocks_of(self, row: int) -> list[tuple[int, int]]:
+        return [(g, int(b)) for g in range(self.num_groups) for b in self.tables[g, row, : self.held[g, row]]]
+
+    def _write(self, row: int, position: int, token: int) -> None:
+        index, offset = divmod(position, self.block_size)
+        assert (self.held[:, row] > index).all(), f"no block for position {position} of row {row}"
+        for group in range(self.num_groups):
+            self.cache[group, self.tables[group, row, index], offset] = token
+
+    def _read(self, row: int, count: int) -> list[int]:
+        blocks = -(-count // self.block_size)
+        reads = [self.cache[g, self.tables[g, row, :blocks]].ravel()[:count].tolist() for g in range(self.num_groups)]
+        assert all(read == reads[0] for read in reads)
+        return reads[0]
+
+    def _decode(self, row: int) -> tuple[int, int]:
+        state = self.rows[row]
+        if state["done"]:
+            return -7, 0
+        self._write(row, int(state["length"]), int(state["last_token"]))
+        state["length"] += 1
+        return self._sample(state, row)
+
+    def _prefill(self, row: int, start: int, tokens: list[int], samples: int) -> tuple[int, int]:
+        state = self.rows[row]
+        assert not state["done"]
+        assert start == state["length"], "a prompt chunk does not begin where the last one ended"
+        for position, token in enumerate(tokens, start):
+            self._write(row, position, token)
+        state["length"] += len(tokens)
+        return self._sample(state, row) if samples else (-7, 0)
+
+    def _sample(self, state: dict, row: int) -> tuple[int, int]:
+        outputs = int(state["outputs"])
+        assert outputs < state["max_outputs"], "a step too many"
+        if self.nan_at.get(state["seed"]) == outputs:
+            state["done"] = 1
+            return -7, int(Flag.ERROR)
+        stops = set(state["stop_ids"].tolist()) - {-1}
+        seen = self._read(row, int(state["length"]))
+        token = next_token(state["seed"], seen, outputs, int(state["min_outputs"]), stops)
+        state["last_token"], state["outputs"] = token, outputs + 1
+        flag = Flag.TOKEN
+        flag |= Flag.STOP if token in stops else 0
+        flag |= Flag.LENGTH if outputs + 1 == state["max_outputs"] else 0
+        state["done"] = int(flag != Flag.TOKEN)
+        return token, int(flag)
+
+
+class Workshop:
+    """A scheduler, a paper device and the steps in flight between them; keeps its own books of who may use what.
+
+    With depth 1 every step is committed before the next plan, as the synchronous loop does; with depth 2, one step is
+    in flight while the next is planned; and so on.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: int = 2,
+        max_rows: int = 8,
+        max_step_tokens: int = 64,
+        max_model_len: int = 256,
+        block_size: int = 4,
+        usable_blocks: int = 256,
+        num_groups: int = 1,
+        max_chunk_tokens: int | None = None,
+    ) -> None:
+        self.depth = depth
+        self.scheduler = Scheduler(
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=usable_blocks + 1,
+            num_groups=num_groups,
+            max_chunk_tokens=max_chunk_tokens,
+            debug=True,
+        )
+        self.device = PaperDevice(
+            max_rows=max_rows,
+            max_len=max_model_len,
+            block_size=block_size,
+            num_blocks=usable_blocks + 1,
+            num_groups=num_groups,
+        )
+        self.limits = Limits(VOCAB, max_model_len, block_size, usable_blocks)
+        self.num_rows = min(max_rows, max_step_tokens)
+        self.in_flight: deque[tuple[Plan, StepOutput]] = deque()
+        self.plans: list[Plan] = []
+        self.samples: list[Sample] = []
+        self.finals: list[Sample] = []
+        self.streams: dict[Sample, list[int]] = {}
+        self._user_of_row: dict[int, Sample] = {}
+        self._row_of: dict[Sample, int] = {}
+        self._owner: dict[tuple[int, int], Sample] = {}
+        self._quarantine: dict[object, int] = {}  # block or row -> step that must be committed before it is used again
+
+    # -- Commands
+
+    def submit(self, prompt_len: int, max_tokens: int, *, nan_at: int | None = None, **params) -> Sample:
+        seed = (len(self.samples) + 1) << 29  # both words of the seed are used
+        prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt_len)]
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, **params)
+        sample = Sample(Request.create(str(len(self.samples)), prompt, params, 0, self.limits))
+        if nan_at is not None:
+            self.device.nan_at[seed] = nan_at
+        self.scheduler.submit(sample)
+        self.samples.append(sample)
+        return sample
+
+    def cancel(self, sample: Sample) -> Committed:
+        before = self._running_rows()
+        return self._take(self.scheduler.cancel(sample), before)
+
+    def stream(self, sample: Sample) -> None:
+        self.streams.setdefault(sample, [])
+        self._take(self.scheduler.stream(sample), self._running_rows())
+
+    # -- Steps
+
+    def turn(self) -> bool:
+        """Plan and launch a step, commit what the depth says; False if nothing was planned and nothing in flight."""
+        plan = self.launch()
+        if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
+            self.commit()
+            return True
+        return plan is not None
+
+    def launch(self) -> Plan | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert self.in_flight or not self.scheduler.has_work, "nothing in flight, nothing planned, but work is left"
+            return None
+        self._check_reuse(plan)
+        self.in_flight.append((plan, self.device.run(plan)))
+        self.plans.append(plan)
+        return plan
+
+    def commit(self) -> Committed:
+        before = self._running_rows()
+        return self._take(self.scheduler.commit(*self.in_flight.popleft()), before)
+
+    def drain(self, max_turns: int = 5000) -> None:
+        """Turn until all is done, then check the books."""
+        for _ in range(max_turns):
+            if not self.turn():
+                break
+        else:
+            raise AssertionError("no end")
+        self.check_idle()
+
+    # -- Books
+
+    def _running_rows(self) -> dict[Sample, list]:
+        """What each running sample has: its blocks, if they are still its own, and its row."""
+        return {
+            sample: [*(b for b in self.device.blocks_of(row) if self._owner.get(b) is sample), row]
+            for sample, row in self._row_of.items()
+            if sample.state is SampleState.RUNNING
+        }
+
+    def _take(self, committed: Committed, before: dict[Sample, list]) -> Committed:
+        newest = self.plans[-1].step if self.plans else -1
+        for sample in committed.finished:
+            assert sample not in self.finals, "reported twice"
+            self.finals.append(sample)
+            for thing in before.get(sample, []):
+                self._quarantine[thing] = newest
+        for sample, token in zip(committed.streamed, committed.tokens.tolist(), strict=True):
+            self.streams[sample].append(token)
+        return committed
+
+    def _check_reuse(self, plan: Plan) -> None:
+        """No living sample loses a block or a row, and what an ended one had rests until its last step is committed."""
+        committed = plan.step - 1 - len(self.in_flight)
+        for record in plan.joins:
+            row, seed = int(record["row"]), int(record["seed_low"]) | int(record["seed_high"]) << 32
+            sample = next(s for s in self.samples if s.request.seed == seed)
+            self._forget(sample)
+            self._check_free(row, self._user_of_row.get(row), committed)
+            assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
+            self._user_of_row[row], self._row_of[sample] = sample, row
+        for group, row, _, block in plan.block_deltas.tolist():
+            self._check_free((group, block), self._owner.get((group, block)), committed)
+            self._owner[group, block] = self._user_of_row[row]
+        for row in [*plan.lane_rows.tolist(), *plan.chunks[:, 0].tolist()]:
+            assert self._user_of_row[row].state is SampleState.RUNNING, "a step for a sample that does not run"
+
+    def _forget(self, sample: Sample) -> None:
+        """A preempted sample comes back: what it had in its last life is not its own."""
+        self._owner = {block: owner for block, owner in self._owner.items() if owner is not sample}
+        self._user_of_row = {row: user for row, user in self._user_of_row.items() if user is not sample}
+
+    def _check_free(self, thing: object, user: Sample | None, committed: int) -> None:
+        assert user is None or user.state is not SampleState.RUNNING, f"{thing} is in use"
+        assert self._quarantine.pop(thing, -1) <= committed, f"{thing} is given out while a step may use it"
+
+    def check_idle(self) -> None:
+        scheduler, stats = self.scheduler, self.scheduler.stats()
+        assert not scheduler.has_work
+        assert (stats.waiting, stats.running, stats.free_blocks) == (0, 0, self.limits.usable_blocks)
+        assert scheduler.pool.reserved == 0
+        assert sorted(scheduler.rows.free) == list(range(self.num_rows))
+        assert len(self.finals) == len(self.samples)
+
+    def check_output(self, sample: Sample) -> None:
+        """The sample's output is the oracle's; of a cancelled one, its beginning."""
+        expected, reason = oracle(sample.request, self.device.nan_at.get(sample.request.seed))
+        output = sample.output.tolist()
+        if sample.finish_reason is FinishReason.CANCELLED:
+            assert output == expected[: len(output)]
+        else:
+            assert (output, sample.finish_reason) == (expected, reason)
+        assert sample.state is SampleState.FINISHED
+        assert (sample.error is not None) == (sample.finish_reason is FinishReason.ERROR)
+        if sample in self.streams:
+            assert self.streams[sample] == output
+
+    def check_all(self) -> None:
+        for sample in self.samples:
+            self.check_output(sample)

@@ -1,0 +1,91 @@
+"""The scheduler as a state machine: whatever users do and whenever, everything ends, and every output is the oracle's.
+
+The scheduler audits itself after every plan and commit, the paper device objects to impossible plans, and the workshop
+to rows and blocks that are reused too early.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from paper_device import Workshop
+
+from twostroke.request import FinishReason, SampleState
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.shop = None
+
+    @initialize(
+        depth=st.integers(1, 3),
+        max_rows=st.integers(1, 5),
+        max_step_tokens=st.integers(1, 12),
+        max_chunk_tokens=st.none() | st.integers(1, 8),
+        block_size=st.integers(1, 4),
+        usable_blocks=st.integers(2, 12),
+        num_groups=st.integers(1, 2),
+    )
+    def open(self, **config):
+        self.shop = Workshop(max_model_len=32, **config)
+
+    @rule(
+        length=st.integers(1, 12),
+        output=st.integers(1, 20),
+        stops=st.integers(0, 12),
+        min_tokens=st.integers(0, 20),
+        nan_at=st.none() | st.integers(0, 6),
+        streamed=st.booleans(),
+    )
+    def submit(self, length, output, stops, min_tokens, nan_at, streamed):
+        limits = self.shop.limits
+        length = min(length, limits.cache_positions, limits.max_model_len - 1)
+        output = min(output, limits.cache_positions + 1 - length, limits.max_model_len - length)
+        sample = self.shop.submit(
+            length, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output)
+        )
+        if streamed:
+            self.shop.stream(sample)
+
+    @precondition(lambda self: self.shop.samples)
+    @rule(which=st.integers(0, 30))
+    def cancel(self, which):
+        sample = self.shop.samples[which % len(self.shop.samples)]
+        ended = sample.state is SampleState.FINISHED
+        assert self.shop.cancel(sample).finished == ([] if ended else [sample])
+        assert ended or sample.finish_reason is FinishReason.CANCELLED
+
+    @precondition(lambda self: self.alive())
+    @rule(which=st.integers(0, 30))
+    def stream(self, which):
+        alive = self.alive()
+        self.shop.stream(alive[which % len(alive)])
+
+    def alive(self):
+        return [sample for sample in self.shop.samples if sample.state is not SampleState.FINISHED]
+
+    @rule(turns=st.integers(1, 8))
+    def turn(self, turns):
+        for _ in range(turns):
+            self.shop.turn()
+
+    @precondition(lambda self: len(self.shop.in_flight) < self.shop.depth)
+    @rule()
+    def launch(self):
+        self.shop.launch()
+
+    @precondition(lambda self: self.shop.in_flight)
+    @rule()
+    def commit(self):
+        self.shop.commit()
+
+    def teardown(self):
+        if self.shop is not None:
+            self.shop.drain()
+            self.shop.check_all()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_scheduler_machine = SchedulerMachine.TestCase
