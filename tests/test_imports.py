@@ -16,7 +16,7 @@ WORDS = {"request", "plan"}
 BELOW_ENGINE = WORDS | {
     *("cache", "scheduler", "kernels", "attention", "model", "sampling", "text", "device", "runner", "loop"),
 }
-ENGINE = {"engine", "build", "config", "inbox", "progress", "prompts"}
+ENGINE = {"engine", "build", "config", "inbox", "lifecycle", "progress", "prompts"}
 """The engine and the files it is cut into."""
 
 ALLOWED = {
@@ -40,6 +40,7 @@ ALLOWED = {
     "progress": {"rich"},
     "prompts": {"numpy", "text"},
     "build": {"torch", "numpy", "config"} | BELOW_ENGINE,
+    "lifecycle": {"torch", "build", "inbox"} | BELOW_ENGINE,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     "bench": {"torch", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,
     "cli": {"typer", "rich", "torch", "bench"} | ENGINE | BELOW_ENGINE,

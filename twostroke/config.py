@@ -34,6 +34,8 @@ class EngineConfig:
 
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
+        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+            raise InvalidConfig(f"model={self.model!r} must be a name or a path")
         self._one_of("impl", "auto", "native", "transformers")
         self._one_of("loop", "async", "sync")
         self._one_of("attention", "auto", "triton", "torch")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import random
-import threading
+import reprlib
+import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ import torch
 from .build import build
 from .config import EngineConfig
 from .device.streams import Device
-from .errors import EngineClosed, EngineDead, InvalidRequest, TwostrokeError
-from .inbox import Command, Inbox
-from .loop import AsyncLoop, SyncLoop
+from .errors import InvalidRequest, TwostrokeError
+from .inbox import Command
+from .lifecycle import Lifecycle
 from .progress import Progress
 from .prompts import Prompt, as_prompts, encode_prompt
 from .request import SEED_BITS, Request, Sample, SamplingParams
-from .text.delivery import Delivery
+from .scheduler.scheduler import Scheduler
 from .text.handle import Handle
 from .text.output import RequestOutput
 
@@ -33,19 +33,16 @@ class EngineStats:
 
     Attributes:
         waiting, running: samples in the queue, and in the batch.
-        num_blocks: blocks of the cache, the dummy block included. free_blocks: those that nobody has.
+        free_blocks: blocks of the cache that nobody has.
         preemptions: how often a sample was put back, in all.
         steps: steps done.
         active: share of the working time in which the compute stream ran a step, 0 to 1.
         busy_seconds, gap_seconds, idle_seconds: time of the compute stream in steps, between steps while there was
             work, and with nothing to do.
-        cache_bytes: bytes of the KV cache. slot_host_bytes, slot_device_bytes: bytes of one slot's buffers.
-        graphs: CUDA graphs captured.
     """
 
     waiting: int
     running: int
-    num_blocks: int
     free_blocks: int
     preemptions: int
     steps: int
@@ -53,10 +50,6 @@ class EngineStats:
     busy_seconds: float
     gap_seconds: float
     idle_seconds: float
-    cache_bytes: int
-    slot_host_bytes: int
-    slot_device_bytes: int
-    graphs: int
 
 
 class Engine:
@@ -108,18 +101,14 @@ class Engine:
         self.config.validate()
         self._parts = parts = build(self.config)
         self.limits = parts.limits
+        self.model = parts.loaded.model
+        self.report = parts.report
         self.tokenizer = parts.tokenizer
         self._seeds = random.Random(seed)
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._inbox = Inbox()
-        self._owner = _LoopOwner(self._inbox)
-        self._delivery = Delivery(parts.tokenizer, self._fail)
-        make_loop = AsyncLoop if loop == "async" else SyncLoop
-        self._loop = make_loop(parts.scheduler, parts.runner, parts.slots, self._inbox, self._delivery.put)
-        self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
-        self._thread.start()
-        _close_at_exit(self)
+        self._owner = _Owner(self)
+        self._life = Lifecycle(parts, loop)
+        # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
+        weakref.finalize(self, self._life.close_forgotten)
 
     @property
     def max_model_len(self) -> int:
@@ -146,13 +135,12 @@ class Engine:
         """
         listed = as_prompts(prompts)
         each = _params_for(params, len(listed))
-        requests = [self._make_request(None, prompt, own) for prompt, own in zip(listed, each, strict=True)]
-        handles: list[Handle] = []
+        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(listed, each, strict=True)]
         try:
-            for index, request in enumerate(requests):
-                handles.append(self._start(request, index))
-            with Progress(len(handles), progress) as bar:
-                return [bar.count(handle.result()) for handle in handles]
+            self._start(handles)
+            with Progress(handles, progress) as bar:
+                bar.wait()
+            return [handle.result() for handle in handles]
         finally:
             for handle in handles:
                 handle.cancel()
@@ -168,7 +156,9 @@ class Engine:
             InvalidRequest: the prompt, a parameter or the id was refused.
             EngineDead, EngineClosed: the engine has ended.
         """
-        return self._start(self._make_request(request_id, prompt, params))
+        handle = self._make_handle(request_id, prompt, params)
+        self._start([handle])
+        return handle
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
         """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
@@ -179,11 +169,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return a look at the engine now."""
         parts = self._parts
-        scheduler, activity, slot = parts.scheduler.stats(), parts.runner.activity, parts.slots[0]
+        scheduler, activity = parts.scheduler.stats(), parts.runner.activity
         return EngineStats(
             waiting=scheduler.waiting,
             running=scheduler.running,
-            num_blocks=parts.num_blocks,
             free_blocks=scheduler.free_blocks,
             preemptions=scheduler.preemptions,
             steps=activity.steps,
@@ -191,20 +180,11 @@ class Engine:
             busy_seconds=activity.busy_seconds,
             gap_seconds=activity.gap_seconds,
             idle_seconds=activity.idle_seconds,
-            cache_bytes=parts.cache_bytes,
-            slot_host_bytes=slot.host_bytes,
-            slot_device_bytes=slot.device_bytes,
-            graphs=parts.graphs,
         )
 
     def close(self) -> None:
         """Cancel what is running, hand over every output, and stop all threads. Safe to call twice."""
-        self._inbox.close(EngineClosed("the engine is closed"), last=lambda scheduler: scheduler.abandon())
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        self._delivery.close()
-        self._delivery.fail(EngineClosed("the engine was closed before the request ended"))
-        self._parts.device.close()
+        self._life.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -212,49 +192,39 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _make_request(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Request:
-        ids = encode_prompt(prompt, self.tokenizer)
-        with self._lock:
-            self._requests += 1
-            name = f"request-{self._requests}" if request_id is None else request_id
-            seed = self._seeds.getrandbits(SEED_BITS)
+    def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
+        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"request_id={request_id!r} must be a string that is not empty")
-        return Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
+        ids = encode_prompt(prompt, self.tokenizer)
+        seed = self._seeds.getrandbits(SEED_BITS)
+        request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
+        return Handle(Sample(request), self._owner)
 
-    def _start(self, request: Request, index: int = 0) -> Handle:
-        sample = Sample(request)
-        handle = Handle(sample, self._owner)
-        if not self._delivery.register(handle, index):
-            raise InvalidRequest(f"request_id={request.id!r} is in use by a request that has not ended")
+    def _start(self, handles: Sequence[Handle]) -> None:
+        """Hand requests to the loop, all between the same two steps."""
+        delivery, inbox = self._life.delivery, self._life.inbox
+        samples = [handle.sample for handle in handles]
+
+        def submit(scheduler: Scheduler) -> None:
+            for sample in samples:
+                scheduler.submit(sample)
+
         try:
-            self._inbox.put(lambda scheduler: scheduler.submit(sample))
-        except TwostrokeError:
-            self._delivery.forget(handle)
+            for index, handle in enumerate(handles):
+                delivery.register(handle, index)
+            inbox.put(submit)
+        except BaseException:
+            for handle in handles:
+                delivery.forget(handle)
             raise
-        return handle
-
-    def _run(self) -> None:
-        """The loop's thread."""
-        try:
-            with torch.inference_mode():
-                self._loop.run()
-        except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End the engine: every waiting caller gets the error now, later calls at once."""
-        dead = EngineDead(f"the engine failed: {type(error).__name__}: {error}")
-        dead.__cause__ = error
-        self._inbox.close(dead)
-        self._delivery.fail(dead)
 
 
-class _LoopOwner:
-    """What handles ask of the loop. After the loop's end every request has its outcome, so nothing is left to do."""
+class _Owner:
+    """What handles ask of the engine, which they keep alive until they have their outcome."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def cancel(self, sample: Sample) -> None:
         self._leave(lambda scheduler: scheduler.cancel(sample))
@@ -263,25 +233,16 @@ class _LoopOwner:
         self._leave(lambda scheduler: scheduler.stream(sample))
 
     def _leave(self, command: Command) -> None:
+        """Leave a command. After the loop's end every request has its outcome, so nothing is left to do."""
         with contextlib.suppress(TwostrokeError):
-            self._inbox.put(command)
+            self._engine._life.inbox.put(command)
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
-    listed = list(params)
-    if len(listed) != count:
-        raise InvalidRequest(f"params has {len(listed)} entries for {count} prompts")
-    return listed
-
-
-def _close_at_exit(engine: Engine) -> None:
-    """Close a forgotten engine before the interpreter takes its threads down in the middle of a step."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        if (alive := reference()) is not None:
-            alive.close()
-
-    atexit.register(close)
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise InvalidRequest(f"params={reprlib.repr(params)} must be a SamplingParams or a list of them")
+    if len(params) != count:
+        raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
+    return list(params)

@@ -1,5 +1,10 @@
 """The errors that twostroke raises. Every one of them is a `TwostrokeError`."""
 
+import copy
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
 
 class TwostrokeError(Exception):
     """Base class of all errors raised on purpose by twostroke."""
@@ -26,3 +31,10 @@ class EngineDead(TwostrokeError, RuntimeError):
 
     Every waiting caller receives it, and every later call fails with it at once.
     """
+
+
+def fresh(error: E) -> E:
+    """Return a copy of an error that several callers get: one instance would collect the frames of all its raises."""
+    again = copy.copy(error)
+    again.__cause__ = error.__cause__
+    return again

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .errors import fresh
+
 Command = Callable[[Any], Any]
 
 
@@ -28,7 +30,7 @@ class Inbox:
         """
         with self._arrived:
             if self._closed is not None:
-                raise self._closed
+                raise fresh(self._closed)
             self._commands.append(command)
             self._arrived.notify()
 
@@ -56,4 +58,5 @@ class Inbox:
 
     @property
     def open(self) -> bool:
-        return self._closed is None
+        """True until the inbox is closed and its last command was taken."""
+        return self._closed is None or bool(self._commands)

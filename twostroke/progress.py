@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
-T = TypeVar("T")
+_REFRESH_SECONDS = 0.1
+
+
+class Counted(Protocol):
+    """What the bar counts, see `text.Handle`."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 class Progress:
-    """Counts finished requests on stderr; silent unless asked for, or on a terminal if `shown` is None."""
+    """Shows on stderr how many requests have ended; silent unless asked for, or on a terminal if `shown` is None."""
 
-    def __init__(self, total: int, shown: bool | None) -> None:
+    def __init__(self, requests: Sequence[Counted], shown: bool | None) -> None:
+        self._requests = requests
         self._bar = None
         if sys.stderr.isatty() if shown is None else shown:
             from rich.console import Console
@@ -19,13 +29,18 @@ class Progress:
 
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("requests", total=total)
+            self._task = self._bar.add_task("requests", total=len(requests))
 
-    def count(self, output: T) -> T:
-        """Count one more request, and return its output."""
+    def wait(self) -> None:
+        """Wait until all requests have ended, in whatever order they do."""
+        for request in self._requests:
+            while not request.wait(None if self._bar is None else _REFRESH_SECONDS):
+                self._show()
+        self._show()
+
+    def _show(self) -> None:
         if self._bar is not None:
-            self._bar.advance(self._task)
-        return output
+            self._bar.update(self._task, completed=sum(request.done for request in self._requests))
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, np.ndarray):
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        return list(prompts) if prompts.ndim == 2 else [prompts]
     listed: list[Any] = list(prompts)
     one_prompt = bool(listed) and not any(isinstance(item, str | Sequence | np.ndarray) for item in listed)
     return [listed] if one_prompt else listed
@@ -31,15 +32,16 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
     Raises:
         InvalidRequest: it is not a prompt, or needs a tokenizer that the model does not have.
     """
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return prompt
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
-        raise InvalidRequest(f"prompt={prompt!r} must be a string, a list of token ids, or a list of chat messages")
+        shown = reprlib.repr(prompt)
+        raise InvalidRequest(f"prompt={shown} must be a string, a list of token ids, or a list of chat messages")
     is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
     if not isinstance(prompt, str) and not is_chat:
         return prompt  # type: ignore[return-value]
     if tokenizer is None:
-        raise InvalidRequest(f"prompt={prompt!r}: this model has no tokenizer, give token ids")
+        raise InvalidRequest(f"prompt={reprlib.repr(prompt)}: this model has no tokenizer, give token ids")
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    return tokenizer.apply_chat_template(prompt)
+    return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from ..errors import InvalidRequest
 from ..request import FinishReason, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
@@ -16,6 +18,9 @@ from .output import RequestOutput
 from .tokenizer import Tokenizer
 
 _STOP = None
+
+_SWEEP_STEPS = 64
+"""Steps between two looks for consumers whose asyncio loop was closed."""
 
 
 class Committed(Protocol):
@@ -58,7 +63,8 @@ class Delivery:
     def __init__(self, tokenizer: Tokenizer | None, on_error: Callable[[BaseException], None]) -> None:
         self._tokenizer = tokenizer
         self._on_error = on_error
-        self._queue: queue.SimpleQueue[Committed | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._puts = 0
         self._lock = threading.Lock()
         self._handles: dict[Sample, tuple[Handle, int]] = {}
         self._ids: set[str] = set()
@@ -66,28 +72,29 @@ class Delivery:
         self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
         self._thread.start()
 
-    def register(self, handle: Handle, index: int) -> bool:
-        """Expect the output of `handle`, which is prompt number `index` of its call. False: its id is in use."""
+    def register(self, handle: Handle, index: int) -> None:
+        """Expect the output of `handle`, which is prompt number `index` of its call.
+
+        Raises:
+            InvalidRequest: its id is in use.
+        """
         with self._lock:
             if handle.request_id in self._ids:
-                return False
+                raise InvalidRequest(f"request_id={handle.request_id!r} is in use by a request that has not ended")
             self._ids.add(handle.request_id)
             self._handles[handle.sample] = (handle, index)
-            return True
 
     def forget(self, handle: Handle) -> None:
         """Undo `register`: the request did not reach the loop."""
         self._pop(handle.sample)
 
-    @property
-    def live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._handles)
-
     def put(self, committed: Committed | None) -> None:
         """Hand over a commit's result; called by the loop."""
         if committed is not None and (committed.finished or committed.streamed):
-            self._queue.put(committed)
+            self._queue.put(partial(self._deliver, committed))
+        self._puts += 1
+        if self._puts % _SWEEP_STEPS == 0:
+            self._queue.put(self._sweep)
 
     def fail(self, error: Exception) -> None:
         """Make every request that has not ended fail with `error`."""
@@ -99,10 +106,9 @@ class Delivery:
             handle.fail(error)
 
     def close(self) -> None:
-        """Hand over what is queued, then end the worker."""
+        """Hand over what is queued, then end the worker and wait for that."""
         self._queue.put(_STOP)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _pop(self, sample: Sample) -> tuple[Handle, int] | None:
         with self._lock:
@@ -113,8 +119,8 @@ class Delivery:
 
     def _serve(self) -> None:
         try:
-            while (committed := self._queue.get()) is not _STOP:
-                self._deliver(committed)
+            while (work := self._queue.get()) is not _STOP:
+                work()
         except BaseException as error:
             self._on_error(error)
 
@@ -129,16 +135,25 @@ class Delivery:
         for sample in committed.finished:
             self._finish(sample)
 
+    def _sweep(self) -> None:
+        """Find requests that nobody can wait for any more before they end by themselves."""
+        with self._lock:
+            handles = [handle for handle, _ in self._handles.values()]
+        for handle in handles:
+            handle.cancel_if_deserted()
+
     def _push(self, sample: Sample, ids: list[int]) -> None:
         entry = self._handles.get(sample)
         if entry is None:  # it failed with the engine
             return
-        stream = self._streams.setdefault(sample, _Stream(self._tokenizer))
+        stream = self._streams.get(sample)
+        if stream is None:
+            stream = self._streams[sample] = _Stream(self._tokenizer)
         entry[0].push(ids, stream.push(ids))
 
     def _finish(self, sample: Sample) -> None:
         stream = self._streams.pop(sample, None) or _Stream(self._tokenizer)
-        entry = self._pop(sample)
+        entry = self._handles.get(sample)
         if entry is None:
             return
         handle, index = entry
@@ -146,7 +161,11 @@ class Delivery:
         spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
         rest = ids[stream.pushed :]
         text = stream.push(spoken[stream.pushed :]) + stream.finish()
-        handle.finish(self._output(sample, index, ids, spoken), rest, text)
+        output = self._output(sample, index, ids, spoken)
+        # NOTE: not before the text is made, so that a failure there reaches this request too; but before anybody can
+        # know of its end, since then its id must be free.
+        self._pop(sample)
+        handle.finish(output, rest, text)
 
     def _output(self, sample: Sample, index: int, ids: list[int], spoken: list[int]) -> RequestOutput:
         assert sample.finish_reason is not None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
+from ..errors import fresh
 from ..request import FinishReason, Sample
 from .output import Delta, RequestOutput
 
@@ -18,14 +20,15 @@ class Owner(Protocol):
         """End the sample soon; does nothing if it has ended. Never raises."""
 
     def stream(self, sample: Sample) -> None:
-        """Have its tokens handed over as they come, from the first one on."""
+        """Have its tokens handed over as they come, from the first one on. Never raises."""
 
 
 class Handle:
     """One request on its way. Safe to use from any thread, and from any asyncio loop.
 
     `result()` and `await handle` give the whole output. `for delta in handle` and `async for delta in handle` give it
-    in pieces; leaving such a loop early cancels the request. One iteration at a time.
+    in pieces, one iteration at a time. Who leaves such an iteration early, or is cancelled in an `await`, no longer
+    wants the output: the request is cancelled.
     """
 
     def __init__(self, sample: Sample, owner: Owner) -> None:
@@ -38,7 +41,6 @@ class Handle:
         self._streaming = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._taken_last = False
 
     @property
     def request_id(self) -> str:
@@ -64,41 +66,43 @@ class Handle:
             TimeoutError: the request goes on; call again or cancel it.
             EngineDead, EngineClosed: the engine ended before the request.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"request {self.request_id!r} has not ended within timeout={timeout} s")
+        if not self.wait(timeout):
+            raise TimeoutError(f"request {self.request_id!r} has not ended within timeout={timeout} s")
         return self._outcome()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the request has ended; False if `timeout` seconds went by before that."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done, timeout)
+
     def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return self._wait_async().__await__()
+        return self._result_async().__await__()
 
-    def __iter__(self) -> Iterator[Delta]:
+    def __iter__(self) -> Deltas:
         self.begin_stream()
-        try:
-            while not self._taken_last:
-                with self._changed:
-                    self._changed.wait_for(self._has_news)
-                    delta = self._take()
-                yield delta
-        finally:
-            self.cancel()
+        return Deltas(self)
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    def __aiter__(self) -> Deltas:
         self.begin_stream()
-        try:
-            while not self._taken_last:
-                await self._news_async(self._has_news)
-                with self._changed:
-                    delta = self._take()
-                yield delta
-        finally:
-            self.cancel()
+        return Deltas(self)
 
     def begin_stream(self) -> None:
-        """Have the output handed over as it comes, rather than when it is asked for first."""
+        """Have the output handed over as it comes, rather than when it has ended."""
         if not self._streaming and not self.done:
             self._streaming = True
             self._owner.stream(self.sample)
+
+    def next_delta(self) -> Delta:
+        """Wait for output that was not taken yet, and take it."""
+        with self._changed:
+            self._changed.wait_for(self._has_news)
+            return self._take()
+
+    async def next_delta_async(self) -> Delta:
+        """The same without blocking the asyncio loop."""
+        await self._wait_async(self._has_news)
+        with self._changed:
+            return self._take()
 
     def push(self, ids: Sequence[int], text: str) -> None:
         """Add output that came; called by delivery."""
@@ -122,9 +126,14 @@ class Handle:
                 self._error = error
                 self._notify()
 
+    def cancel_if_deserted(self) -> None:
+        """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
+        if any(loop.is_closed() for loop, _ in tuple(self._waiters)):
+            self.cancel()
+
     def _outcome(self) -> RequestOutput:
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         assert self._output is not None
         return self._output
 
@@ -140,28 +149,70 @@ class Handle:
             reason = self._output.finish_reason
         delta = Delta("".join(self._text), self._ids, reason)
         self._ids, self._text = [], []
-        self._taken_last = reason is not None
         return delta
 
     def _notify(self) -> None:
-        """Wake every waiter; an asyncio loop that was closed means that its consumer is gone."""
+        """Wake every waiter. A closed asyncio loop cannot be woken, and must not hurt the others."""
         self._changed.notify_all()
+        self.cancel_if_deserted()
         for loop, event in self._waiters:
-            try:
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(event.set)
-            except RuntimeError:
-                self._owner.cancel(self.sample)
         self._waiters.clear()
 
-    async def _news_async(self, ready: Any) -> None:
+    async def _wait_async(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready`; whatever ends the wait early cancels the request."""
         while True:
             event = asyncio.Event()
             with self._changed:
                 if ready():
                     return
                 self._waiters.append((asyncio.get_running_loop(), event))
-            await event.wait()
+            try:
+                await event.wait()
+            except BaseException:
+                self.cancel()
+                raise
 
-    async def _wait_async(self) -> RequestOutput:
-        await self._news_async(lambda: self.done)
+    async def _result_async(self) -> RequestOutput:
+        await self._wait_async(lambda: self.done)
         return self._outcome()
+
+
+class Deltas:
+    """One iteration, with `for` or `async for`, over the output of a handle; to let go of it early cancels the request.
+
+    NOTE: no generator, since an asynchronous one that is left early lives on until the asyncio loop turns again, which
+    may never be.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._ended = False
+
+    def __iter__(self) -> Deltas:
+        return self
+
+    def __aiter__(self) -> Deltas:
+        return self
+
+    def __next__(self) -> Delta:
+        if self._ended:
+            raise StopIteration
+        try:
+            return self._passed_on(self._handle.next_delta())
+        except BaseException:
+            self._handle.cancel()
+            raise
+
+    async def __anext__(self) -> Delta:
+        if self._ended:
+            raise StopAsyncIteration
+        return self._passed_on(await self._handle.next_delta_async())
+
+    def __del__(self) -> None:
+        self._handle.cancel()
+
+    def _passed_on(self, delta: Delta) -> Delta:
+        self._ended = delta.finish_reason is not None
+        return delta

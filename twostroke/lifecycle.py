@@ -1,0 +1,64 @@
+"""The life of an engine: its loop and its delivery, how they fail, and how they end."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from .build import Parts
+from .errors import EngineClosed, EngineDead
+from .inbox import Inbox
+from .loop import AsyncLoop, SyncLoop
+from .text.delivery import Delivery
+
+LOOPS = {"async": AsyncLoop, "sync": SyncLoop}
+
+
+class Lifecycle:
+    """Runs a loop and a delivery, each in a thread of its own, until it is closed or something fails.
+
+        running --close--> closed    every request gets its final output; those cut short, with reason `cancelled`
+            \\-----fail---> dead      every request raises EngineDead
+
+    It does not know the `Engine` in front of it, so one that was forgotten can be collected, and closed by that.
+    """
+
+    def __init__(self, parts: Parts, loop: str) -> None:
+        self.inbox = Inbox()
+        self.delivery = Delivery(parts.tokenizer, self._fail)
+        self.loop = LOOPS[loop](parts.scheduler, parts.runner, parts.slots, self.inbox, self.delivery.put)
+        self._device = parts.device
+        self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the loop; wait until every output is handed over and all threads have ended."""
+        self._end(EngineClosed("the engine is closed"))
+        self._thread.join()
+
+    def close_forgotten(self) -> None:
+        """Close for want of an owner: when that was collected, or at exit."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:  # the collector runs in any thread, those of the engine too, where to wait for the end would prevent it
+            self._end(EngineClosed("the engine was collected"))
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self.loop.run()
+        except BaseException as error:
+            self._fail(error)
+        self.delivery.close()
+        self._device.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Every waiting caller gets the error now, later ones at once; called by either thread."""
+        dead = EngineDead(f"the engine failed: {type(error).__name__}: {error}")
+        dead.__cause__ = error
+        self._end(dead)
+        self.delivery.fail(dead)
+
+    def _end(self, reason: EngineClosed | EngineDead) -> None:
+        self.inbox.close(reason, last=lambda scheduler: scheduler.abandon())
