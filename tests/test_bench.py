@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from twostroke import Engine, InvalidConfig, SamplingParams, TwostrokeError
 from twostroke.bench import cpu_demo, registry
 from twostroke.bench.measure import measure
+from twostroke.bench.options import BenchOptions
 from twostroke.bench.result import Result, Run
 from twostroke.cli.main import app
 
@@ -61,9 +62,9 @@ class StubModule:
     """A benchmark whose middle repetition took 2 s under one loop; its peer ran once."""
 
     @staticmethod
-    def run(repetitions: int, say) -> Result:
-        say("measuring")
-        times = [3.0, 1.0, 2.0][:repetitions]
+    def run(name: str, options: BenchOptions, say) -> Result:
+        say(f"measuring {name}")
+        times = [3.0, 1.0, 2.0][: options.repetitions]
         return result(*(stub_run(t, gpu_active=0.5) for t in times), stub_run(1.6, engine="peer 1.0", loop=None))
 
 
@@ -98,6 +99,21 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones() -> None:
     assert "cpu-demo" in done.stderr
     with pytest.raises(InvalidConfig):
         registry.find("")
+
+
+@pytest.mark.usefixtures("stub_benchmark")
+@pytest.mark.parametrize(("given", "loops"), [("both", ("sync", "async")), ("sync", ("sync",)), ("async", ("async",))])
+def test_the_loops_to_measure(monkeypatch: pytest.MonkeyPatch, given: str, loops: tuple[str, ...]) -> None:
+    asked = []
+    monkeypatch.setattr(StubModule, "run", lambda name, options, say: asked.append(options) or result(stub_run(1.0)))
+    assert CliRunner().invoke(app, ["bench", "stub", "--loop", given]).exit_code == 0
+    assert asked[0].loops == loops
+
+
+def test_an_unknown_loop_is_refused_by_name() -> None:
+    done = CliRunner().invoke(app, ["bench", "cpu-demo", "--loop", "fast"])
+    assert done.exit_code == 2
+    assert "loop='fast'" in done.stderr
 
 
 def test_every_benchmark_can_be_run() -> None:

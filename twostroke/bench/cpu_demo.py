@@ -38,7 +38,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     prompts: TokenLists = []
     for loop in options.loops:
         say(f"twostroke, {loop} loop")
-        measured = _twostroke(loop, options.repetitions)
+        measured = _twostroke(loop, options)
         prompts = [output.prompt_token_ids for output in measured[0].outputs]
         runs += [_as_run(loop, one) for one in measured]
     say("transformers, padded and continuous batching")
@@ -55,11 +55,19 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 
 
-def _twostroke(loop: str, repetitions: int) -> list[Measured]:
+def _twostroke(loop: str, options: BenchOptions) -> list[Measured]:
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    with Engine(DEFAULT_MODEL, device="cpu", dtype="float32", loop=loop) as engine:
+    with Engine(
+        DEFAULT_MODEL,
+        impl=options.impl,
+        device="cpu",
+        dtype="float32",
+        loop=loop,
+        slots=options.slots,
+        max_step_tokens=options.max_step_tokens,
+    ) as engine:
         measure(engine, CHATS, params)
-        return [measure(engine, CHATS, params) for _ in range(repetitions)]
+        return [measure(engine, CHATS, params) for _ in range(options.repetitions)]
 
 
 def _as_run(loop: str, measured: Measured) -> Run:

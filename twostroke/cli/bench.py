@@ -11,6 +11,7 @@ import typer
 from ..bench.options import BenchOptions
 from ..bench.registry import BENCHMARKS, find
 from ..bench.result import Result, Run
+from ..errors import InvalidConfig
 from .table import print_table
 
 NAMES = "\n\n".join(f"{benchmark.name}: {benchmark.summary}." for benchmark in BENCHMARKS.values())
@@ -28,12 +29,14 @@ def bench(
         int | None, typer.Option(min=1, help="Measured runs of each engine; the benchmark's own number if not given.")
     ] = None,
     loop: Annotated[str, typer.Option(help="sync, async or both.")] = "both",
-    impl: Annotated[str, typer.Option(help="native, transformers or auto; where the benchmark has a choice.")] = "auto",
-    slots: Annotated[int, typer.Option(min=1, help="Slots; where the benchmark has a choice.")] = 2,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step; likewise.")] = 2048,
+    impl: Annotated[str, typer.Option(help="native, transformers or auto.")] = "auto",
+    slots: Annotated[int, typer.Option(min=1, help="Sets of buffers; steps in flight.")] = 2,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 2048,
 ) -> None:
     """Measure twostroke, beside its peers where the benchmark has some."""
     benchmark = find(name)
+    if loop not in LOOPS:
+        raise InvalidConfig(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
     options = BenchOptions(
         repetitions=benchmark.repetitions if repetitions is None else repetitions,
         loops=LOOPS[loop],
