@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -61,6 +62,12 @@ class DelayedDevice(Device):
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return self._device.host_buffer(*shape)
+
+    def building(self) -> AbstractContextManager[object]:
+        return self._device.building()
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
 
     def close(self) -> None:
         self._device.close()

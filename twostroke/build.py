@@ -92,7 +92,8 @@ def build(config: EngineConfig) -> Parts:
     """
     device = _make_device(config.device)
     try:
-        return _Builder(config, device).build()
+        with device.building(), torch.inference_mode():
+            return _Builder(config, device).build()
     except BaseException:
         device.close()
         raise
@@ -130,7 +131,6 @@ class _Builder:
         # Every lane needs a token of the step's budget.
         self.max_lanes = min(config.max_rows, config.max_step_tokens)
 
-    @torch.inference_mode()
     def build(self) -> Parts:
         config, device = self.config, self.device
         began = time.perf_counter()
@@ -146,9 +146,11 @@ class _Builder:
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
         runner = Runner(device, state, self._make_ops(), forward, partial(_sample, sampling), buckets)
         slots = [self._make_slot(self._num_groups(model)) for _ in range(config.slots)]
+        device.synchronize()
         reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
         num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
         forward.attention = self._make_attention(model, num_blocks)
+        device.synchronize()
         graphs = self._capture(runner, slots) if self.on_cuda and config.graphs else 0
         usable = num_blocks - 1
         max_model_len = config.max_model_len or min(longest, usable * config.block_size)

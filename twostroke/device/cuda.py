@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -93,6 +94,12 @@ class CudaDevice(Device):
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+    def building(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[1].raw)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
         for stream in self._streams:

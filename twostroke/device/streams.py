@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -79,6 +80,13 @@ class Device(ABC):
     def buffer(self, *shape: int) -> torch.Tensor:
         """Return zeroed int32 device memory."""
         return torch.zeros(shape, dtype=torch.int32, device=self.torch_device)
+
+    def building(self) -> AbstractContextManager[object]:
+        """Return a context in which weights and buffers are made: what it queues runs on the compute stream."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued so far is done, so that any stream may use what was built."""
 
     @abstractmethod
     def close(self) -> None:
