@@ -31,12 +31,11 @@ class Case:
     answer: torch.Tensor
 
     def fill(self, attention: Attention, layer: int = 0) -> None:
-        """Poison the layer's cache with NaN but for the dummy block, then store the past of every sequence."""
+        """Poison the layer's cache with NaN, the dummy block too, then store the past of every sequence."""
         spec = attention.layers[layer]
         table = self.step.block_tables[spec.group]
         for cache, which in ((attention.keys[layer], 0), (attention.values[layer], 1)):
             cache.fill_(float("nan"))
-            cache[DUMMY_BLOCK] = 0
             for row, past in self.past().items():
                 position = torch.arange(past, device=table.device)
                 blocks = table[row, position // attention.block_size].long()

@@ -99,7 +99,6 @@ def test_f09_padding_writes_only_to_the_dummy_block(name, device):
     ):
         cache[block[real], :, offset[real]] = new[real]
         torch.testing.assert_close(written[1:], cache[1:], rtol=0, atol=0, equal_nan=True)
-        assert written[DUMMY_BLOCK].isfinite().all()
 
 
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
