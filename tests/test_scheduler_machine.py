@@ -4,7 +4,7 @@ The scheduler audits itself after every plan and commit, the paper device object
 to rows and blocks that are reused too early.
 """
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from paper_device import Workshop
@@ -86,6 +86,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
 )
 test_scheduler_machine = SchedulerMachine.TestCase

@@ -52,7 +52,7 @@ class Audit:
         assert 0 <= pool.reserved <= pool.free, "more promised than free"
 
     def _check_rows(self) -> None:
-        """Every row is free, running, draining or dead; waiting samples are sorted, and younger than running ones."""
+        """Every row is free, running, draining or dead; waiting samples are sorted, and younger than who goes on."""
         scheduler, rows = self._scheduler, self._scheduler.rows
         running = np.flatnonzero(rows.order >= 0).tolist()
         pending = [release.row for release in scheduler.releases.pending()]
@@ -62,7 +62,8 @@ class Audit:
         assert sorted(scheduler.row_of.values()) == sorted([*running, *scheduler.draining])
         orders = [sample.order for sample in scheduler.waiting]
         assert orders == sorted(orders), "the queue is not in the order of arrival"
-        assert not orders or not running or rows.order.max() < orders[0], "a younger sample overtook the queue's head"
+        going_on = rows.order[rows.launched < rows.limit].max(initial=-1)
+        assert not orders or going_on < orders[0], "a younger sample overtook the queue's head"
 
     def _check_lanes(self) -> None:
         """Lanes are dense, agree with lane_of_row, and hold the running rows that are neither ready nor prefilling."""

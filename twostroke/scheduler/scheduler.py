@@ -38,9 +38,9 @@ class Scheduler:
     A sample that finishes at the commit of step N may be part of step N + 1; what it had returns to its pool when the
     newest step that was launched by then is committed (`Releases`).
 
-    Samples are admitted strictly in the order of arrival and the youngest running one is preempted first; so every
-    running sample is older than every waiting one, and the oldest always gets on. `waiting` stays sorted by age
-    because new samples go to its back and preempted ones to its front.
+    Samples are admitted strictly in the order of arrival, and of those with positions left to launch the youngest is
+    preempted first; so all of these are older than every waiting sample, and the oldest always gets on. `waiting` stays
+    sorted by age because new samples go to its back and preempted ones to its front.
 
     Args:
         max_rows: rows of the device's batch state; row `max_rows` is the dummy row.
