@@ -85,6 +85,7 @@ class Device(ABC):
         """Return a context in which weights and buffers are made: what it queues runs on the compute stream."""
         return nullcontext()
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until all that was queued so far is done, so that any stream may use what was built."""
 
