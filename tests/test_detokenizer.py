@@ -54,7 +54,8 @@ HELD = {
     "suffix": words(decoders.BPEDecoder(), "lo</w>", "he", "</w>", "x"),
     "ctc": words(decoders.CTC(), "a", "b", "|", "<pad>"),
     "pattern": words(decoders.Replace(Regex("a+"), "x"), "a", "ba"),
-    "pattern across tokens": words(decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "x")]), "a", "b", "c"),
+    "pattern across tokens": words(decoders.Sequence([decoders.Fuse(), decoders.Replace("yz", "w")]), "y", "z", "v"),
+    "cleanup across tokens": words(decoders.Sequence([decoders.Fuse(), decoders.WordPiece()]), "a ", ".", " ", "n't"),
     "byte tokens made late": words(
         decoders.Sequence([decoders.Replace("-", "<"), decoders.ByteFallback()]), "-0xF0>", "<0x9F>", "a"
     ),
@@ -161,6 +162,13 @@ def test_text_streams(name: str) -> None:
     got = deltas(tokenizer, [word] * 5)
     assert all(delta.strip() in ("lo", "play") for delta in got[:-1])
     assert got[-1] == ""
+
+
+def test_a_start_that_is_stripped_in_pieces() -> None:
+    space = 1 + PIECES.index("▁")
+    for size in range(5):
+        ids = [space] * size + [1 + PIECES.index("lo")]
+        assert "".join(deltas(STREAMED["strip two"], ids)) == " " * (size - 2) + "lo"
 
 
 def test_d07_characters_of_several_tokens(smollm2: Tokenizer) -> None:

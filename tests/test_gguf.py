@@ -20,6 +20,7 @@ from twostroke.model.cache_folder import make_once
 from twostroke.model.gguf import convert_gguf
 from twostroke.model.gguf_config import llama3_factors
 from twostroke.model.gguf_tokenizer import build_tokenizer
+from twostroke.model.safetensors_file import write_float32
 from twostroke.text.tokenizer import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -150,6 +151,21 @@ def test_the_model_computes_what_it_did(tmp_path: Path, arch: str, tied: bool) -
     assert read.config.rms_norm_eps == 1e-6
     assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
     assert torch.equal(logits(read), logits(model))
+
+
+def test_the_weights_begin_at_an_aligned_place(tmp_path: Path) -> None:
+    """The format asks for it, so that mapped tensors are aligned."""
+    for length in range(1, 10):
+        write_float32(tmp_path / "w", {"n" * length: (2,)}, [np.ones(2, np.float32)])
+        header = int.from_bytes((tmp_path / "w").read_bytes()[:8], "little")
+        assert header % 8 == 0
+        assert load_file(tmp_path / "w")["n" * length].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("tensors", [[], [np.ones(3, np.float32)], [np.ones(2)], [np.ones(2, np.float32)] * 2])
+def test_a_tensor_other_than_announced_is_an_error(tmp_path: Path, tensors: list[np.ndarray]) -> None:
+    with pytest.raises(ValueError, match=r"shorter|longer|instead"):
+        write_float32(tmp_path / "w", {"n": (2,)}, tensors)
 
 
 def test_quantized_tensors_become_float32(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ LOOP_TEMPLATE = """{{ bos_token }}
     {% generation %}[{{ message['role'] | upper }}] {{ message | tojson(indent=1) }}{% endgeneration %}
 
 {% endfor %}
-{% if tools is not none %}{{ tools | length }}{% endif %}
+{% if tools is not none or documents is not none %}{{ tools | length }}{% endif %}
 {% if add_generation_prompt %}[ASSISTANT]{% endif %}
 """
 NAMESPACE_TEMPLATE = (
@@ -169,6 +169,16 @@ def test_special_tokens_of_an_older_directory(tmp_path: Path) -> None:
     ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert ours.decode([*ours.encode("he"), 1]) == theirs.decode([*theirs.encode("he"), 1], skip_special_tokens=True)
     assert ours.apply_chat_template(CHATS[0]) == [1]
+
+
+def test_the_older_file_is_not_read_beside_the_newer_list(tmp_path: Path) -> None:
+    added = {"0": {"content": "<s>", "special": True, "normalized": False}}
+    config = {"eos_token": "he", "added_tokens_decoder": added}
+    write_directory(tmp_path, small_backend(), config, template="{{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(CHATS[0], return_dict=False)
+    assert ours.apply_chat_template(CHATS[0]) == expected == [theirs.convert_tokens_to_ids("he")]
 
 
 def test_padding_and_truncation_of_a_training_run_are_dropped(tmp_path: Path) -> None:

