@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # NOTE: triton reads this when a kernel is defined, its own library's among them: set before the imports below, as
+    # some versions of transformers import triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from families import save_family
 
 from twostroke.model.default_model import default_model_dir
-
-if not torch.cuda.is_available():
-    # NOTE: triton reads this when a kernel is defined, so it is set before any test file imports one.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
