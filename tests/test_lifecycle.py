@@ -1,0 +1,213 @@
+"""How an engine ends: closed, forgotten, interrupted; and that it does not grow while it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+from engines import MODES, running
+from watching import PATIENCE, quiet, wait_until
+
+from twostroke import Engine, EngineClosed, SamplingParams
+
+PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
+
+
+def greedy(max_tokens=10, **others):
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def engine_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("twostroke")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_gives_every_running_request_its_output(mode):
+    """G07: running, waiting for a place, streamed or not; nobody waits, and no thread stays."""
+    with running(mode, num_blocks=600, max_rows=2) as engine:
+        whole = engine.generate(PROMPT, greedy(40))[0].token_ids
+        handles = [engine.submit(PROMPT, greedy(1500)) for _ in range(4)]
+        stream = engine.stream(PROMPT, greedy(1500))
+        seen, awaited = [], []
+
+        async def wait():
+            awaited.append(await engine.submit(PROMPT, greedy(1500)))
+
+        consumers = [
+            threading.Thread(target=lambda: seen.extend(stream)),
+            threading.Thread(target=lambda: asyncio.run(wait())),
+        ]
+        for thread in consumers:
+            thread.start()
+        wait_until(lambda: len(engine._life.delivery._handles) == 6 and engine.stats().running == 2)
+        engine.close()
+        for thread in consumers:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        outputs = [*(handle.result(0) for handle in handles), stream.result(0), *awaited]
+        assert [output.finish_reason for output in outputs] == ["cancelled"] * 6
+        assert all(output.token_ids[:40] == whole[: len(output.token_ids)] for output in outputs)
+        assert seen[-1].finish_reason == "cancelled"
+        assert [token for delta in seen for token in delta.token_ids] == stream.result().token_ids
+        assert not engine_threads()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_again_and_use_after_close(mode):
+    with running(mode) as engine:
+        handle = engine.submit(PROMPT, greedy(500))
+        closers = [threading.Thread(target=engine.close) for _ in range(3)]
+        for thread in closers:
+            thread.start()
+        for thread in closers:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        engine.close()
+        for call in (engine.submit, engine.stream, engine.generate):
+            with pytest.raises(EngineClosed, match="the engine is closed"):
+                call(PROMPT)
+        handle.cancel()
+        assert handle.result(0).finish_reason == "cancelled"
+        assert list(handle)[-1].finish_reason == "cancelled"
+        assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_submits_that_race_with_close_end_in_one_way_or_the_other(mode):
+    """A request is either refused, or gets its final output: it never hangs, and never fails for being late."""
+    for round_ in range(6):
+        ends = []
+
+        def submit_until_refused(engine, ends=ends):
+            handles = []
+            try:
+                while True:
+                    handles.append(engine.submit(PROMPT, greedy(3)))
+            except EngineClosed:
+                ends.extend(handle.result(PATIENCE).finish_reason for handle in handles)
+
+        with running(mode, num_blocks=100) as engine:
+            threads = [threading.Thread(target=submit_until_refused, args=(engine,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.004 * round_)
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert ends
+        assert set(ends) <= {"length", "cancelled"}
+
+
+def test_commands_left_just_before_the_close_are_taken():
+    """The loop reads the inbox, then commands and the close come: they must not be lost between two looks."""
+    with running("sync") as engine:
+        inbox, take = engine._life.inbox, engine._life.inbox.take
+        handles = []
+
+        def close_behind_the_look(*, block):
+            commands = take(block=block)
+            if commands and not handles:
+                handles.append(engine.submit(PROMPT, greedy(100)))
+                engine._life._end(EngineClosed("the engine is closed"))
+            return commands
+
+        inbox.take = close_behind_the_look
+        looked = threading.Event()
+        inbox.put(lambda scheduler: looked.set())  # the loop still waits in the method proper
+        assert looked.wait(PATIENCE)
+        inbox.put(lambda scheduler: None)
+        engine._life._thread.join(PATIENCE)
+        assert handles[0].result(PATIENCE).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupt_in_generate_cancels_its_requests(mode):
+    """Ctrl-C while the caller waits: its requests stop, the engine and a request beside them go on."""
+    with running(mode, num_blocks=600) as engine:
+        alone = engine.generate(OTHER, greedy(60))[0].token_ids
+        beside = engine.submit(OTHER, greedy(60))
+
+        def interrupt():
+            wait_until(lambda: engine.stats().running == 3)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([PROMPT, PROMPT], greedy(1800))
+        thread.join()
+        assert beside.result(PATIENCE).token_ids == alone
+        quiet(engine)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_refused_prompt_starts_none_of_its_call(mode):
+    with running(mode) as engine:
+        with pytest.raises(ValueError, match="512"):
+            engine.generate([PROMPT, [512]], greedy(500))
+        quiet(engine)
+        assert engine.stats().steps == 0
+
+
+def test_a_forgotten_engine_is_collected_and_closed():
+    """Its memory would otherwise be gone for as long as the process lives."""
+    before = len(engine_threads())
+    engine = Engine("tiny", device="cpu", num_blocks=16, max_rows=2)
+    engine.generate(PROMPT, greedy(3))
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: len(engine_threads()) == before)
+
+
+def test_a_running_request_keeps_its_engine():
+    """`for delta in Engine(...).stream(...)` holds no engine, but wants its output."""
+    ids = [
+        token for delta in Engine("tiny", device="cpu", seed=0).stream(PROMPT, greedy(30)) for token in delta.token_ids
+    ]
+    assert len(ids) == 30
+
+
+def test_an_engine_that_is_never_closed_lets_the_interpreter_end():
+    """With requests running."""
+    code = (
+        "from twostroke import Engine, SamplingParams\n"
+        "engine = Engine('tiny', device='cpu')\n"
+        "handle = engine.submit([5] * 20, SamplingParams(max_tokens=2000, ignore_eos=True))\n"
+        "next(iter(engine.stream([6] * 20)))\n"
+        "print('end', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_memory_is_flat_over_many_requests(mode):
+    """G06: finished, cancelled, streamed and refused ones leave nothing behind."""
+
+    def run_some(engine, count):
+        for number in range(count):
+            handle = engine.submit(PROMPT, greedy(2))
+            if number % 4 == 0:
+                handle.cancel()
+            elif number % 4 == 1:
+                for _ in handle:
+                    pass
+            handle.result(PATIENCE)
+        del handle
+        quiet(engine)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    with running(mode) as engine:
+        run_some(engine, 100)
+        first = run_some(engine, 50)
+        assert run_some(engine, 200) - first < 100, "half an object for each request stays"
