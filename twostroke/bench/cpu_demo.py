@@ -86,6 +86,9 @@ def _transformers(prompts: TokenLists, repetitions: int) -> Iterator[Run]:
 
     from ..model.default_model import default_model_dir
 
+    # It would warn, at each call, that it does not know the end token that never comes.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
     # transformers fills a missing end token in from here; -1 is a token that never comes.
     model.generation_config.eos_token_id = -1

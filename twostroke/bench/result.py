@@ -35,20 +35,22 @@ class Run:
         floor_seconds: the time that the ceilings of the machine allow.
         floor_share: `floor_seconds / seconds`.
         cpu_us: mean time of the loop's own work per step, in microseconds, by phase (`plan`, `fill`, `commit`).
+        rows, waiting: samples that decode, and in the queue, where the benchmark fixes them.
+        extra: further figures of the benchmark, by name.
     """
 
     engine: str
     loop: str | None
     seconds: float
     tokens: int
+    tokens_per_s: float = field(init=False)
     ms_per_step: float | None = None
     gpu_active: float | None = None
     kernel_active: float | None = None
     bytes_per_s: float | None = None
     floor_seconds: float | None = None
-    cpu_us: Mapping[str, float] | None = None
-    tokens_per_s: float = field(init=False)
     floor_share: float | None = field(init=False)
+    cpu_us: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens_per_s", self.tokens / self.seconds)
@@ -62,23 +64,23 @@ class Result:
 
     Attributes:
         benchmark: the name of the benchmark.
-        gpu: the name of the GPU, None where none was used.
-        workload: what was run: model, dtype, prompts, tokens, threads, ...
-        runs: one entry per engine, loop and repetition, in the order in which they ran.
         date: when, ISO 8601 with the offset from UTC.
         commit: of the checkout that ran, with `+changes` if files differed from it; None outside a checkout.
+        gpu: the name of the GPU, None where none was used.
         machine: the CPU's name and the cores that this process may use.
         versions: of Python and of the packages that matter, None where one is not installed.
+        workload: what was run: model, dtype, prompts, tokens, threads, ...
+        runs: one entry per engine, loop and repetition, in the order in which they ran.
     """
 
     benchmark: str
-    gpu: str | None
-    workload: Mapping[str, Any]
-    runs: tuple[Run, ...]
     date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     commit: str | None = field(default_factory=lambda: current_commit())
+    gpu: str | None
     machine: Mapping[str, Any] = field(default_factory=lambda: {"cpu": cpu_name(), "cores": usable_cores()})
     versions: Mapping[str, str | None] = field(default_factory=lambda: installed_versions())
+    workload: Mapping[str, Any]
+    runs: tuple[Run, ...]
 
     def write(self, path: Path) -> Path:
         """Write the result as one JSON object and return the file's path.
