@@ -51,6 +51,9 @@ class Run:
     floor_seconds: float | None = None
     floor_share: float | None = field(init=False)
     cpu_us: Mapping[str, float] | None = None
+    rows: int | None = None
+    waiting: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens_per_s", self.tokens / self.seconds)
