@@ -66,6 +66,8 @@ def test_min_tokens_reach_the_device(depth):
 def test_bad_logits_end_that_sample_alone(depth, nan_at):
     shop = Workshop(depth=depth)
     bad, good = shop.submit(6, 20, nan_at=nan_at), shop.submit(6, 20)
+    shop.stream(bad)
+    shop.stream(good)
     finish(shop)
     assert bad.finish_reason is FinishReason.ERROR
     assert "NaN" in bad.error
@@ -456,6 +458,16 @@ def test_a43_two_samples_that_miss_one_block_do_not_ping_pong(depth):
 
 
 @every_depth
+def test_a43_a_preempted_sample_comes_back_only_with_headroom(depth):
+    """When the first ends, its blocks would just hold the preempted third, until the second needs its next one."""
+    shop = Workshop(depth=depth, block_size=2, usable_blocks=13)
+    for length, max_tokens in ((2, 11), (4, 17), (5, 16)):
+        shop.submit(length, max_tokens)
+    finish(shop)
+    assert [sample.preemptions for sample in shop.samples] == [0, 0, 1]
+
+
+@every_depth
 def test_a42_the_oldest_advances_in_every_step_of_a_thrash(depth):
     shop = Workshop(depth=depth, block_size=2, usable_blocks=9, max_rows=4)
     for number in range(8):
@@ -512,12 +524,13 @@ def test_two_cache_groups_have_tables_of_their_own(depth):
 
 @every_depth
 def test_block_numbers_fit_when_a_prompt_ends_at_an_edge(depth):
-    for length in (15, 16, 17):
-        shop = Workshop(depth=depth, block_size=16, usable_blocks=3)
-        shop.submit(length, 17)
+    for length, max_tokens in ((15, 17), (16, 17), (17, 17), (16, 1), (17, 1), (17, 16), (16, 16)):
+        shop = Workshop(depth=depth, block_size=16, usable_blocks=6)
+        shop.submit(length, max_tokens)
+        shop.submit(1, 20)  # keeps the steps going: 2 blocks
         finish(shop)
-        blocks = sum(len(plan.block_deltas) for plan in shop.plans)
-        assert blocks == -(-(length + 16) // 16)
+        blocks = sum(len(plan.block_deltas) for plan in shop.plans) - 2
+        assert blocks == -(-(length + max_tokens - 1) // 16)
 
 
 # -- Streaming and books

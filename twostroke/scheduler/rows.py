@@ -66,7 +66,6 @@ class RowTable:
         if self.order[row] >= 0:
             self.running -= 1
         self.order[row] = -1
-        self.event_at[row] = -1
 
     def end(self, row: int) -> None:
         """Suspend the row, and let nobody see what steps in flight still give it."""
