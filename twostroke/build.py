@@ -16,7 +16,7 @@ from .device.batch_state import BatchState
 from .device.buckets import Buckets
 from .device.cpu import CpuDevice
 from .device.layout import input_capacity
-from .device.memory import available_bytes, used_bytes
+from .device.memory import available_bytes, free_bytes, used_bytes
 from .device.slot import Slot
 from .device.streams import Device
 from .errors import InvalidConfig
@@ -103,6 +103,8 @@ def _make_device(device: str | Device) -> Device:
     if isinstance(device, Device):
         return device
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if not isinstance(name, str | torch.device):
+        raise InvalidConfig(f"device={device!r} must be a name such as 'cpu' or 'cuda:0'")
     try:
         wanted = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -149,6 +151,7 @@ class _Builder:
         device.synchronize()
         reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
         num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
+        self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
         graphs = self._capture(runner, slots) if self.on_cuda and config.graphs else 0
@@ -251,6 +254,14 @@ class _Builder:
                 "(the dummy block and one more) are needed"
             )
         return int(min(blocks, 1 + self.config.max_rows * -(-longest // self.config.block_size)))
+
+    def _check_cache_fits(self, size: int) -> None:
+        config, room = self.config, free_bytes(self.device.torch_device)
+        if size > room:
+            asked = (
+                f"cache_bytes={config.cache_bytes}" if config.num_blocks is None else f"num_blocks={config.num_blocks}"
+            )
+            raise InvalidConfig(f"{asked}: the cache would take {size} bytes, {room} are free")
 
     def _profile(self, runner: Runner, slot: Slot, longest: int) -> int:
         """Run the largest steps eagerly on the dummy row; return the bytes to keep free for steps and graphs."""

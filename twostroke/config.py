@@ -9,6 +9,10 @@ from typing import Any
 from .errors import InvalidConfig
 
 MAX_SLOTS = 8
+MAX_ROWS = 1 << 16
+MAX_STEP_TOKENS = 1 << 20
+MAX_BLOCK_SIZE = 1 << 16
+"""Bounds far beyond what pays: what exceeds them is a mistake, better told of by name than by a lack of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +45,10 @@ class EngineConfig:
         self._one_of("attention", "auto", "triton", "torch")
         for name, low, high in (
             ("slots", 1, MAX_SLOTS),
-            ("max_rows", 1, None),
-            ("max_step_tokens", 1, None),
+            ("max_rows", 1, MAX_ROWS),
+            ("max_step_tokens", 1, MAX_STEP_TOKENS),
             ("max_chunk_tokens", 1, None),
-            ("block_size", 1, None),
+            ("block_size", 1, MAX_BLOCK_SIZE),
             ("num_blocks", 2, None),
             ("cache_bytes", 1, None),
             ("max_model_len", 2, None),

@@ -70,7 +70,8 @@ class Engine:
         max_model_len: most tokens of a sample, prompt and output. None: what the model and the cache allow.
         attention: `auto`, `triton` (CUDA only), or `torch`, the plain PyTorch form.
         graphs: capture decode steps in CUDA graphs. Without CUDA there is nothing to capture.
-        seed: of the generator that gives seeds to unseeded requests, and of random weights; None is unpredictable.
+        seed: of the generator that gives seeds to unseeded requests, and of random weights. None: the former are
+            unpredictable, the latter those of seed 0.
 
     Raises:
         InvalidConfig: an argument is out of range. UnsupportedModel: the model cannot run here.

@@ -13,12 +13,17 @@ HOST_SHARE = 0.25
 _FALLBACK_HOST_BYTES = 4 << 30
 
 
-def available_bytes(device: torch.device) -> int:
-    """Return the bytes that a cache on `device` may take."""
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that nobody has."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return int(CUDA_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(HOST_SHARE * _host_available())
+        return torch.cuda.mem_get_info(device)[0]
+    return _host_available()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that a cache on `device` may take if nobody says how many."""
+    return int((CUDA_SHARE if device.type == "cuda" else HOST_SHARE) * free_bytes(device))
 
 
 def used_bytes(device: torch.device) -> int:
