@@ -30,6 +30,7 @@ class RowTable:
         self.running = 0
         # NOTE: np.empty, since the pages of rows and positions that are never used then cost no memory.
         self.tokens = np.empty((num_rows, max_model_len), np.int32)
+        self._flat_tokens = self.tokens.reshape(-1)
         self.blocks = np.empty((num_groups, num_rows, -(-max_model_len // block_size)), np.int32)
         self.held = np.zeros(num_rows, np.int64)
         """Blocks of each group that the row has."""
@@ -101,6 +102,14 @@ class RowTable:
         self.reserved[row] -= count
         self.event_at[row] = min((held + count) * self.block_size, int(self.limit[row]))
         return _block_deltas(np.intp(row), np.arange(held, held + count), blocks)
+
+    def write_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Write to each of `rows`, intp [S], the token after its confirmed positions.
+
+        NOTE: one flat index, since for two numpy lets go of the interpreter's lock, and to get it back from another
+        thread can take milliseconds.
+        """
+        self._flat_tokens[rows * self.tokens.shape[1] + self.confirmed[rows]] = tokens
 
     def pop_blocks(self, row: int) -> np.ndarray:
         """Take all blocks from `row` and return them, int32 [G, n]."""

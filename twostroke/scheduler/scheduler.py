@@ -172,21 +172,29 @@ class Scheduler:
         if not len(due) and not self.ready:
             return
         ended = rows.launched[due] == rows.limit[due]
-        for row in due[ended].tolist():
-            self.lanes.leave(row)
-        ready = np.fromiter(self.ready, np.intp, len(self.ready))
-        at_edge = ready[rows.launched[ready] == rows.event_at[ready]]
-        self._claim_blocks(np.concatenate([due[~ended], at_edge]), draft)
+        if ended.any():
+            for row in due[ended].tolist():
+                self.lanes.leave(row)
+            due = due[~ended]
+        if self.ready:
+            ready = np.fromiter(self.ready, np.intp, len(self.ready))
+            due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
+        self._claim_blocks(due, draft)
         self._join_ready()
 
     def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
-        """Give a block to each row of `claims`, oldest first.
+        """Give a block to each row of `claims`, or, if there are too few, to the oldest; the others sit out."""
+        if len(claims) > self.pool.available:
+            claims = self._ration(claims)
+        if len(claims):
+            draft.add_blocks(self.rows.add_blocks(claims, self.pool.take(len(claims))))
+
+    def _ration(self, claims: np.ndarray) -> np.ndarray:
+        """The rows of `claims` that get a block although there are too few, oldest first.
 
         What samples that ended, or that wait for their last token, will give back is worth waiting for. Beyond that
         the youngest running samples are preempted until the rest can be served.
         """
-        if not len(claims):
-            return
         claims = claims[np.argsort(self.rows.order[claims])]
         ending = (self.rows.launched == self.rows.limit) & (self.rows.order >= 0)
         coming = self.releases.blocks + int(self.rows.held[ending].sum())
@@ -194,12 +202,11 @@ class Scheduler:
             victim = int(np.where(ending, -1, self.rows.order).argmax())
             self._preempt(victim)
             claims = claims[claims != victim]
-        granted = claims[: self.pool.available]
-        if len(granted):
-            draft.add_blocks(self.rows.add_blocks(granted, self.pool.take(len(granted))))
-        for row in claims[len(granted) :].tolist():
+        served = min(len(claims), self.pool.available)
+        for row in claims[served:].tolist():
             self.lanes.leave(row)
             self.ready[row] = None
+        return claims[:served]
 
     def _join_ready(self) -> None:
         """Ready rows that have a place for their next position take lanes, oldest first."""
@@ -290,7 +297,7 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
         self.committed_step = plan.step
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
-        self.rows.tokens[sampled, self.rows.confirmed[sampled]] = output.tokens
+        self.rows.write_tokens(sampled, output.tokens)
         streamed, tokens = self._streamed(sampled, output)
         if len(sampled) > plan.num_lanes:
             self._stamp_first_tokens(sampled[plan.num_lanes :])
@@ -303,12 +310,13 @@ class Scheduler:
         return Committed(finished, streamed, tokens)
 
     def _confirm(self, plan: Plan) -> np.ndarray:
-        """Confirm the positions of `plan`; returns the rows that sampled, in the order of the output."""
-        self.rows.confirmed[plan.lane_rows] += 1
+        """Confirm the positions of `plan`; returns the rows that sampled, intp, in the order of the output."""
+        lane_rows = plan.lane_rows.astype(np.intp)
+        self.rows.confirmed[lane_rows] += 1
         if not len(plan.chunks):
-            return plan.lane_rows
+            return lane_rows
         self.rows.confirmed[plan.chunks[:, 0]] += plan.chunks[:, 2]
-        return np.concatenate([plan.lane_rows, plan.sampling_chunks()[:, 0]])
+        return np.concatenate([lane_rows, plan.sampling_chunks()[:, 0]])
 
     def _streamed(self, sampled: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
         mask = self.rows.streaming[sampled]
@@ -325,8 +333,11 @@ class Scheduler:
 
     def _finish(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
-        finished = []
-        for place in np.flatnonzero(flags != _TOKEN).tolist():
+        finished: list[Sample] = []
+        ended = flags != _TOKEN
+        if not ended.any():
+            return finished
+        for place in np.flatnonzero(ended).tolist():
             row, flag = int(sampled[place]), int(flags[place])
             if not self.rows.alive[row]:
                 continue
