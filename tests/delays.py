@@ -56,12 +56,16 @@ class DelayedDevice(Device):
         self.compute = DelayedStream(self._device.compute, sleep, seed + 1, longest)
         self.d2h = DelayedStream(self._device.d2h, sleep, seed + 2, longest)
         self.meter = self._device.meter
+        self.copy_meters = self._device.copy_meters
 
     def event(self) -> Event:
         return self._device.event()
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return self._device.host_buffer(*shape)
+
+    def set_clock(self) -> None:
+        self._device.set_clock()
 
     def building(self) -> AbstractContextManager[object]:
         return self._device.building()

@@ -16,7 +16,7 @@ WORDS = {"request", "plan"}
 BELOW_ENGINE = WORDS | {
     *("cache", "scheduler", "kernels", "attention", "model", "sampling", "text", "device", "runner", "loop"),
 }
-ENGINE = {"engine", "build", "config", "inbox", "lifecycle", "progress", "prompts"}
+ENGINE = {"engine", "build", "config", "inbox", "lifecycle", "progress", "prompts", "watched"}
 """The engine and the files it is cut into."""
 
 ALLOWED = {
@@ -36,11 +36,12 @@ ALLOWED = {
     "runner": {"torch", "numpy", "device", "model", "sampling", "plan"},
     "loop": set(),
     "config": set(),
+    "watched": {"device"},
     "inbox": set(),
     "progress": {"rich"},
     "prompts": {"numpy", "text"},
     "build": {"torch", "numpy", "config"} | BELOW_ENGINE,
-    "lifecycle": {"torch", "build", "inbox"} | BELOW_ENGINE,
+    "lifecycle": {"torch", "build", "inbox", "watched"} | BELOW_ENGINE,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs.
     "bench": {"torch", "triton", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,

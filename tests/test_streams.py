@@ -127,8 +127,8 @@ def test_no_work_runs_after_a_failure(device):
     assert seen == []
 
 
-def test_meter_reports_the_gap_before_each_step_and_its_time(device):
-    done = device.event()
+def test_meter_reports_when_each_step_began_and_ended(device):
+    done, start = device.event(), time.perf_counter()
     for _ in range(2):
         device.compute.run(device.meter.begin)
         device.compute.run(lambda: time.sleep(0.02))
@@ -137,7 +137,8 @@ def test_meter_reports_the_gap_before_each_step_and_its_time(device):
     device.compute.record(done)
     done.synchronize()
     first, second = device.meter.read(), device.meter.read()
-    assert first[0] == 0
-    assert first[1] >= 0.02
-    assert second[0] >= 0.01
-    assert second[1] >= 0.02
+    assert first[0] >= start
+    assert first[1] - first[0] >= 0.02
+    assert second[0] - first[1] >= 0.01
+    assert second[1] - second[0] >= 0.02
+    assert second[1] <= time.perf_counter()

@@ -8,7 +8,7 @@ import random
 import reprlib
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,9 @@ class EngineStats:
         active: share of the working time in which the compute stream ran a step, 0 to 1.
         busy_seconds, gap_seconds, idle_seconds: time of the compute stream in steps, between steps while there was
             work, and with nothing to do.
+        idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `capture`,
+            `nothing`; see `device.step_times.gap_parts`.
+        cpu_seconds: seconds of the loop's thread by phase: `plan`, `fill`, `queue`, `wait`, `commit`.
     """
 
     waiting: int
@@ -50,6 +53,8 @@ class EngineStats:
     busy_seconds: float
     gap_seconds: float
     idle_seconds: float
+    idle_by_cause: Mapping[str, float]
+    cpu_seconds: Mapping[str, float]
 
 
 class Engine:
@@ -181,6 +186,8 @@ class Engine:
             busy_seconds=activity.busy_seconds,
             gap_seconds=activity.gap_seconds,
             idle_seconds=activity.idle_seconds,
+            idle_by_cause=dict(activity.idle),
+            cpu_seconds=dict(activity.cpu),
         )
 
     def close(self) -> None:

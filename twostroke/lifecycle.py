@@ -11,6 +11,7 @@ from .errors import EngineClosed, EngineDead
 from .inbox import Inbox
 from .loop import AsyncLoop, SyncLoop
 from .text.delivery import Delivery
+from .watched import Watched
 
 LOOPS = {"async": AsyncLoop, "sync": SyncLoop}
 
@@ -27,7 +28,8 @@ class Lifecycle:
     def __init__(self, parts: Parts, loop: str) -> None:
         self.inbox = Inbox()
         self.delivery = Delivery(parts.tokenizer, self._fail)
-        self.loop = LOOPS[loop](parts.scheduler, parts.runner, parts.slots, self.inbox, self.delivery.put)
+        watched = Watched(parts.scheduler, self.delivery.put, parts.runner.activity)
+        self.loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
         self._device = parts.device
         self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
         self._thread.start()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .device.activity import Activity
 from .device.batch_state import BatchState
 from .device.buckets import Buckets
 from .device.graphs import Graphs
 from .device.slot import Slot
-from .device.streams import Device
+from .device.streams import Device, Meter
 from .plan import Plan, StepOutput
 
 
@@ -35,37 +37,6 @@ class StepShape(NamedTuple):
     chunks: int
     prompt_tokens: int
     sampled: int
-
-
-class Activity:
-    """How the compute stream spent its time, from its meter.
-
-    Attributes:
-        steps: steps measured.
-        busy_seconds: time inside steps.
-        gap_seconds: time between a step and the next, while there was work.
-        idle_seconds: time between steps in which the engine had nothing to do.
-    """
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.busy_seconds = 0.0
-        self.gap_seconds = 0.0
-        self.idle_seconds = 0.0
-
-    def add(self, gap: float, busy: float, rested: bool) -> None:
-        self.steps += 1
-        self.busy_seconds += busy
-        if rested:
-            self.idle_seconds += gap
-        else:
-            self.gap_seconds += gap
-
-    @property
-    def active(self) -> float:
-        """Share of the working time in which the compute stream ran a step, 0 to 1; 0 before the first step."""
-        total = self.busy_seconds + self.gap_seconds
-        return self.busy_seconds / total if total else 0.0
 
 
 class Runner:
@@ -97,42 +68,44 @@ class Runner:
         self._sample = sample
         self._buckets = buckets
         self._graphs: Graphs | None = None
-        self._rested: set[int] = set()
-        self._resting = True
 
     def launch(self, plan: Plan, slot: Slot) -> None:
         """Queue a step: its input to the device, the step itself, its output back. Returns without waiting."""
+        began = time.perf_counter()
         shape = self.shape_of(plan)
         slot.fill(plan, outputs=plan.num_lanes + len(plan.sampling_chunks()))
-        if self._resting:
-            self._rested.add(plan.step)
-            self._resting = False
-        device = self.device
-        device.h2d.run(partial(self.copy_in, slot))
+        filled = time.perf_counter()
+        device, window = self.device, self.activity.window
+        copy_in, copy_out = partial(self.copy_in, slot), partial(self.copy_out, slot)
+        if window is not None:
+            copy_in = partial(_metered, device.copy_meters[0], copy_in)
+            copy_out = partial(_metered, device.copy_meters[1], copy_out)
+        device.h2d.run(copy_in)
         device.h2d.record(slot.h2d_done)
         device.compute.wait(slot.h2d_done)
+        queued_at = time.perf_counter()
         device.compute.run(partial(self.compute, shape, slot))
         device.compute.record(slot.compute_done)
         device.d2h.wait(slot.compute_done)
-        device.d2h.run(partial(self.copy_out, slot))
+        device.d2h.run(copy_out)
         device.d2h.record(slot.d2h_done)
+        self.activity.launched(plan, began, filled, queued_at, time.perf_counter(), window)
 
     def wait(self, plan: Plan, slot: Slot) -> StepOutput:
         """Wait for the step's output: the only place where the CPU waits for the device."""
+        began = time.perf_counter()
         slot.d2h_done.synchronize()
-        gap, busy = self.device.meter.read()
-        self.activity.add(gap, busy, rested=plan.step in self._rested)
-        self._rested.discard(plan.step)
+        self.activity.done(began, time.perf_counter(), self.device)
         return slot.read()
 
     def rest(self) -> None:
         """Note that there is nothing to do: the gap before the next step is nobody's fault."""
-        self._resting = True
+        self.activity.rest()
+        self.device.set_clock()
 
     def forget_activity(self) -> None:
         """Start the accounting anew, as if no step had run."""
         self.activity = Activity()
-        self._resting = True
 
     def shape_of(self, plan: Plan) -> StepShape:
         """Return the step's sizes; a step of lanes alone is padded to its bucket, captured or not."""
@@ -145,11 +118,13 @@ class Runner:
 
     def capture(self, graphs: Graphs, slots: list[Slot]) -> None:
         """Capture the decode buckets for every slot, largest first, so that the pool is sized once."""
+        began = time.perf_counter()
         for lanes in reversed(self._buckets.sizes):
             for slot in slots:
                 shape = StepShape(lanes, 0, 0, lanes)
                 graphs.capture((id(slot), lanes), partial(self.step, shape, slot))
         self._graphs = graphs
+        self.activity.captured(began, time.perf_counter())
 
     def copy_in(self, slot: Slot) -> None:
         """The work on the h2d stream."""
@@ -177,3 +152,9 @@ class Runner:
         if n := shape.sampled:
             self._sample(logits, state.sample_rows[:n], state.tokens[:n], state.errors[:n])
             self._ops.advance(state, n, slot.device_output)
+
+
+def _metered(meter: Meter, work: Callable[[], object]) -> None:
+    meter.begin()
+    work()
+    meter.end()

@@ -120,24 +120,20 @@ class CpuStream:
 
 
 class CpuMeter:
-    """Time stamps taken by the compute worker."""
+    """Time stamps taken by a stream's worker."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float]] = deque()
+        self._spans: deque[tuple[float, float]] = deque()
         self._began = 0.0
-        self._last_end: float | None = None
 
     def begin(self) -> None:
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        self._steps.append((self._began, time.perf_counter()))
+        self._spans.append((self._began, time.perf_counter()))
 
     def read(self) -> tuple[float, float]:
-        began, ended = self._steps.popleft()
-        gap = 0.0 if self._last_end is None else began - self._last_end
-        self._last_end = ended
-        return gap, ended - began
+        return self._spans.popleft()
 
 
 class CpuDevice(Device):
@@ -150,6 +146,7 @@ class CpuDevice(Device):
         self._streams = [CpuStream(name, self._failure) for name in ("h2d", "compute", "d2h")]
         self.h2d, self.compute, self.d2h = self._streams
         self.meter = CpuMeter()
+        self.copy_meters = CpuMeter(), CpuMeter()
 
     def event(self) -> CpuEvent:
         event = CpuEvent(self._failure, self._strict)
@@ -158,6 +155,9 @@ class CpuDevice(Device):
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
+
+    def set_clock(self) -> None:
+        pass  # the meters read the host's own
 
     def synchronize(self) -> None:
         pass  # what is built on the CPU is built when the call returns

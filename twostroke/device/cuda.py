@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -41,34 +42,79 @@ class CudaStream:
         self.raw.wait_event(event.raw)
 
 
-class CudaMeter:
-    """Pairs of timing events on the compute stream, a ring of them, so that reading one never waits."""
+class _EventPairs:
+    """Pairs of timing events recorded on the current stream. Read events are used again, so reading never waits."""
 
     def __init__(self) -> None:
-        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._free: list[torch.cuda.Event] = []
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        pair = self._free.pop() if self._free else (_timing_event(), _timing_event())
-        pair[0].record()
-        self._running.append(pair)
+        began, ended = self._take(), self._take()
+        began.record()
+        self._running.append((began, ended))
 
     def end(self) -> None:
         self._running[-1][1].record()
 
+    def _take(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+
+
+class CudaMeter(_EventPairs):
+    """Measures the compute stream by a chain of timing events: each step's times are relative to the last step's end.
+
+    A chain, since CUDA gives the time between two events as a float32: over a minute it would be off by microseconds.
+
+    Attributes:
+        known: an event and its time on this meter's clock: the end of the step read last, or what set the clock.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+        self.known = self._mark()
+
+    def set_clock(self) -> None:
+        """Set the clock by the host's; nothing that was begun is left to be read."""
+        self._free.append(self.known[0])
+        self.known = self._mark()
+
+    def _mark(self) -> tuple[torch.cuda.Event, float]:
+        mark = self._take()
+        mark.record(self._stream)
+        mark.synchronize()
+        return mark, time.perf_counter()
+
     def read(self) -> tuple[float, float]:
-        pair = self._running.popleft()
-        gap = 0.0
-        if self._last is not None:
-            gap = self._last[1].elapsed_time(pair[0]) * 1e-3
-            self._free.append(self._last)
-        self._last = pair
-        return gap, pair[0].elapsed_time(pair[1]) * 1e-3
+        begin, end = self._running.popleft()
+        mark, marked_at = self.known
+        began = marked_at + _seconds(mark, begin)
+        ended = began + _seconds(begin, end)
+        self._free += (begin, mark)
+        self.known = end, ended
+        return began, ended
 
 
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+class CudaCopyMeter(_EventPairs):
+    """Measures a copy stream, relative to the end of the step that the compute stream's meter read last."""
+
+    def __init__(self, reference: CudaMeter) -> None:
+        super().__init__()
+        self._reference = reference
+
+    def read(self) -> tuple[float, float]:
+        begin, end = self._running.popleft()
+        mark, marked_at = self._reference.known
+        began = marked_at + _seconds(mark, begin)
+        ended = began + _seconds(begin, end)
+        self._free += (begin, end)
+        return began, ended
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """The time between two events that are done; negative if they are the other way round."""
+    return begin.elapsed_time(end) * 1e-3
 
 
 class CudaDevice(Device):
@@ -87,13 +133,17 @@ class CudaDevice(Device):
         if len(handles) < 3 or torch.cuda.default_stream(self.torch_device).cuda_stream in handles:
             raise RuntimeError(f"the CUDA stream pool gave streams {sorted(handles)}: three different ones are needed")
         self.h2d, self.compute, self.d2h = self._streams
-        self.meter = CudaMeter()
+        self._clock = self.meter = CudaMeter(self._streams[1].raw)
+        self.copy_meters = CudaCopyMeter(self._clock), CudaCopyMeter(self._clock)
 
     def event(self) -> CudaEvent:
         return CudaEvent(self.torch_device)
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+    def set_clock(self) -> None:
+        self._clock.set_clock()
 
     def building(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[1].raw)

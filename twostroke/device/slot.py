@@ -54,8 +54,8 @@ class Slot:
 
     def read(self) -> StepOutput:
         """Take the outputs; valid once `d2h_done` is."""
-        taken = self._host_outputs[: self.outputs].copy()
-        return StepOutput(tokens=taken[:, 0], flags=taken[:, 1])
+        tokens, flags = self._host_outputs[: self.outputs].T.copy()
+        return StepOutput(tokens, flags)
 
     @property
     def host_bytes(self) -> int:

@@ -39,18 +39,18 @@ class Stream(Protocol):
 
 
 class Meter(Protocol):
-    """Measures the compute stream: how long each step ran, and the gap before it."""
+    """Measures when work ran on a stream, in seconds on the device's clock; see `Device.set_clock`."""
 
     def begin(self) -> None:
-        """Called on the compute stream before a step's first work."""
+        """Called on the stream before the first work to measure."""
 
     def end(self) -> None:
-        """Called on the compute stream after a step's last work."""
+        """Called on the stream after the last."""
 
     def read(self) -> tuple[float, float]:
-        """Return (gap before the step, time of the step) in seconds, of the oldest step not read yet.
+        """Return begin and end in seconds, of the oldest pair not read yet.
 
-        The step must be done; steps are read in the order in which they ran. The first step has no gap: 0.
+        The work must be done; pairs are read in the order in which they ran.
         """
 
 
@@ -61,6 +61,8 @@ class Device(ABC):
         torch_device: where device tensors live.
         h2d, compute, d2h: the three streams. Nothing of a step runs anywhere else.
         meter: of the compute stream.
+        copy_meters: of the h2d and d2h streams, used while steps are looked at closely. They measure from the step that
+            `meter` read last, so a step is read from `meter` first.
     """
 
     torch_device: torch.device
@@ -68,6 +70,7 @@ class Device(ABC):
     compute: Stream
     d2h: Stream
     meter: Meter
+    copy_meters: tuple[Meter, Meter]
 
     @abstractmethod
     def event(self) -> Event:
@@ -80,6 +83,10 @@ class Device(ABC):
     def buffer(self, *shape: int) -> torch.Tensor:
         """Return zeroed int32 device memory."""
         return torch.zeros(shape, dtype=torch.int32, device=self.torch_device)
+
+    @abstractmethod
+    def set_clock(self) -> None:
+        """Set the meters' clock to `time.perf_counter`; nothing that was begun is left to be read."""
 
     def building(self) -> AbstractContextManager[object]:
         """Return a context in which weights and buffers are made: what it queues runs on the compute stream."""
