@@ -23,6 +23,9 @@ class RowTable:
 
     `target` is the number of tokens known at admission: until `launched` reaches it, the row prefills. The step that
     computes position p gives the token with index p + 1, so the sample's last step computes position limit - 1.
+
+    NOTE: a step writes to `tokens` and `blocks` with one flat index and contiguous values. With two indices, or strided
+    values, numpy lets go of the interpreter's lock, and to get it back from a busy thread can take milliseconds.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
@@ -32,6 +35,7 @@ class RowTable:
         self.tokens = np.empty((num_rows, max_model_len), np.int32)
         self._flat_tokens = self.tokens.reshape(-1)
         self.blocks = np.empty((num_groups, num_rows, -(-max_model_len // block_size)), np.int32)
+        self._flat_blocks = self.blocks.reshape(num_groups, -1)
         self.held = np.zeros(num_rows, np.int64)
         """Blocks of each group that the row has."""
         self.reserved = np.zeros(num_rows, np.int64)
@@ -89,7 +93,9 @@ class RowTable:
             The block deltas, int32 [G * K, 4]: group, row, index, block.
         """
         index = self.held[rows]
-        self.blocks[:, rows, index] = blocks
+        places = rows * self.blocks.shape[2] + index
+        for table, own in zip(self._flat_blocks, blocks, strict=True):
+            table[places] = own
         self.held[rows] = index + 1
         self.event_at[rows] = np.minimum((index + 1) * self.block_size, self.limit[rows])
         return _block_deltas(rows, index, blocks)
@@ -104,11 +110,7 @@ class RowTable:
         return _block_deltas(np.intp(row), np.arange(held, held + count), blocks)
 
     def write_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Write to each of `rows`, intp [S], the token after its confirmed positions.
-
-        NOTE: one flat index, since for two numpy lets go of the interpreter's lock, and to get it back from another
-        thread can take milliseconds.
-        """
+        """Write to each of `rows`, intp [S], the token after its confirmed positions."""
         self._flat_tokens[rows * self.tokens.shape[1] + self.confirmed[rows]] = tokens
 
     def pop_blocks(self, row: int) -> np.ndarray:
