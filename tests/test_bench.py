@@ -131,6 +131,9 @@ def test_measuring_leaves_out_what_was_before() -> None:
     assert measured.tokens == 12
     assert 6 <= measured.steps <= 8
     assert 0 < measured.active <= 1
+    assert min(measured.idle.values()) >= 0
+    assert set(measured.cpu_us) == {"plan", "fill", "queue", "commit"}
+    assert all(0 < us < 1e6 * measured.seconds / measured.steps for us in measured.cpu_us.values())
 
 
 @pytest.fixture(scope="module")

@@ -296,7 +296,7 @@ def test_the_demo_compares_the_loops(monkeypatch: pytest.MonkeyPatch, tokens: tu
     def measure(loop: str, params: SamplingParams, given: dict[str, str]) -> Measured:
         ran.append(loop)
         outputs = [output("length", token_ids=(1, 2) if loop == "sync" else tokens)] * 8
-        return Measured(outputs, seconds=2.0, steps=9, active=0.5)
+        return Measured(outputs, seconds=2.0, steps=9, active=0.5, idle={}, cpu={})
 
     monkeypatch.setattr(demo_module, "_measure", measure)
     result = run("demo", "--device", "cpu")

@@ -78,6 +78,7 @@ def _as_run(loop: str, measured: Measured) -> Run:
         tokens=measured.tokens,
         ms_per_step=1e3 * measured.seconds / measured.steps,
         gpu_active=measured.active,
+        cpu_us=measured.cpu_us,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,17 +23,26 @@ class Measured:
         seconds: wall time of the call.
         steps: steps that the engine ran.
         active: share of the working time in which the device (on a CPU: the compute worker) ran a step, 0 to 1.
+        idle: seconds in which it did not, by cause; see `EngineStats.idle_by_cause`.
+        cpu: seconds of the loop's thread, by phase; see `EngineStats.cpu_seconds`.
     """
 
     outputs: list[RequestOutput]
     seconds: float
     steps: int
     active: float
+    idle: Mapping[str, float]
+    cpu: Mapping[str, float]
 
     @property
     def tokens(self) -> int:
         """Output tokens of all prompts."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def cpu_us(self) -> dict[str, float]:
+        """The CPU's own work for a step, on average, in microseconds: all phases but the wait for the device."""
+        return {phase: 1e6 * seconds / self.steps for phase, seconds in self.cpu.items() if phase != "wait"}
 
 
 def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Measured:
@@ -50,4 +59,10 @@ def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | 
     busy = after.busy_seconds - before.busy_seconds
     gaps = after.gap_seconds - before.gap_seconds
     active = busy / (busy + gaps) if busy else 0.0
-    return Measured(outputs, seconds, after.steps - before.steps, active)
+    idle = _difference(after.idle_by_cause, before.idle_by_cause)
+    cpu = _difference(after.cpu_seconds, before.cpu_seconds)
+    return Measured(outputs, seconds, after.steps - before.steps, active, idle, cpu)
+
+
+def _difference(after: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in after}

@@ -165,6 +165,7 @@ def _as_run(loop: str, measured: Measured, floor: Floor) -> Run:
         tokens=measured.tokens,
         ms_per_step=1e3 * measured.seconds / measured.steps,
         gpu_active=measured.active,
+        cpu_us=measured.cpu_us,
         bytes_per_s=floor.read_bytes / measured.seconds,
         floor_seconds=floor.seconds,
     )

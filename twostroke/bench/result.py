@@ -34,7 +34,8 @@ class Run:
         bytes_per_s: weights and KV cache that the steps had to read, over `seconds`.
         floor_seconds: the time that the ceilings of the machine allow.
         floor_share: `floor_seconds / seconds`.
-        cpu_us: mean time of the loop's own work per step, in microseconds, by phase (`plan`, `fill`, `commit`).
+        cpu_us: mean time of the loop's own work per step, in microseconds, by phase (`plan`, `fill`,
+            `commit`, and `queue`, handing the work to the streams, where it was measured).
         rows, waiting: samples that decode, and in the queue, where the benchmark fixes them.
         extra: further figures of the benchmark, by name.
     """
