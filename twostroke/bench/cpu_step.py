@@ -128,7 +128,7 @@ def _run_loop(case: Case, loop: Any, slots: int, watch: Watch, delivery: Deliver
 
 def _submit(case: Case, inbox: Inbox, delivery: Delivery) -> list[Sample]:
     """Leave the case's requests in the inbox; returns the samples that get rows."""
-    handles = [Handle(Sample(_request(index)), _Nobody()) for index in range(case.rows + case.waiting)]
+    handles = [Handle(Sample(make_request(index)), _Nobody()) for index in range(case.rows + case.waiting)]
     samples = [handle.sample for handle in handles]
     for index, handle in enumerate(handles):
         delivery.register(handle, index)
@@ -143,7 +143,8 @@ def _submit(case: Case, inbox: Inbox, delivery: Delivery) -> list[Sample]:
     return samples[: case.rows]
 
 
-def _request(index: int) -> Request:
+def make_request(index: int) -> Request:
+    """A request that decodes for as long as it may, after a prompt of 1 to 16 tokens."""
     prompt = np.ones(1 + index % BLOCK_SIZE, np.int32)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     return Request.create(str(index), prompt, params, seed=index, limits=LIMITS)
