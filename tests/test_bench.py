@@ -49,6 +49,9 @@ def test_the_file_has_the_promised_keys(tmp_path: Path) -> None:
         "floor_seconds": 3.0,
         "floor_share": 0.75,
         "cpu_us": {"plan": 9.0},
+        "rows": None,
+        "waiting": None,
+        "extra": {},
     }
 
 
