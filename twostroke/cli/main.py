@@ -12,6 +12,7 @@ from ..errors import InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedM
 from .bench import bench
 from .demo import demo
 from .generate import generate
+from .profile import profile
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the input was refused; something went wrong while running; Ctrl-C."""
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(bench)
+app.command()(profile)
 app.command()(demo)
 
 
