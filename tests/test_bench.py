@@ -29,7 +29,7 @@ def stub_run(seconds: float, engine: str = "twostroke", loop: str | None = "asyn
 def test_the_file_has_the_promised_keys(tmp_path: Path) -> None:
     path = result(stub_run(4.0, floor_seconds=3.0, cpu_us={"plan": 9.0})).write(tmp_path / "new" / "x.json")
     read = json.loads(path.read_text())
-    assert set(read) == {"benchmark", "date", "commit", "gpu", "machine", "versions", "workload", "runs"}
+    assert set(read) == {"benchmark", "date", "commit", "gpu", "machine", "versions", "workload", "runs", "failures"}
     assert read["gpu"] is None
     assert read["machine"]["cpu"]
     assert (

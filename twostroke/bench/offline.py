@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from .ceilings import Ceilings, measure_ceilings
 from .floor import Cost, Floor, floor_of
 from .measure import Measured, measure
 from .options import BenchOptions
+from .peers import measure_peers
 from .result import Result, Run
 
 WARM_UP_TOKENS = 8
@@ -94,12 +96,15 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     workload = WORKLOADS[name]()
     say("ceilings")
     ceilings = measure_ceilings()
-    torch.cuda.empty_cache()
+    release_memory()
     runs: list[Run] = []
     built: dict[str, object] = {}
     for loop in options.loops:
         say(f"twostroke, {loop} loop")
         runs += _twostroke(workload, loop, options, ceilings, built)
+        release_memory()
+    failures: dict[str, str] = {}
+    runs += measure_peers(name, options, sum(workload.outputs), failures, say)
     facts = {
         "model": workload.model,
         "dtype": "bfloat16",
@@ -113,7 +118,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "flop_per_s": ceilings.flop_per_s,
         **built,
     }
-    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs), failures=failures)
 
 
 def _twostroke(
@@ -134,7 +139,7 @@ def _twostroke(
     ) as engine:
         built |= {"slots": options.slots, **asdict(engine.report)}
         floor = floor_of(
-            _cost(engine.model),
+            cost_of(engine.model),
             np.array([len(prompt) for prompt in workload.prompts]),
             np.array(workload.outputs),
             ceilings.read_bytes_per_s,
@@ -145,7 +150,14 @@ def _twostroke(
         return [_as_run(loop, one, floor) for one in measured]
 
 
-def _cost(model: Model) -> Cost:
+def release_memory() -> None:
+    """Give back the device memory of an engine that was closed: what runs next sizes itself by what is free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def cost_of(model: Model) -> Cost:
     """What the model must read and compute; its products are two operations per weight read."""
     elements = model.weight_bytes // model.dtype.itemsize
     layers = model.layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +12,8 @@ class BenchOptions:
     repetitions: measured runs of each engine.
     loops: loops of twostroke to measure, in this order.
     impl, slots, max_step_tokens: of the engine, where the benchmark does not fix them.
+    peers: names of other engines to measure on the same workload, see `peers.PEERS`.
+    peer_dir: folder with the peers' scripts, their models' configurations and what they import.
     """
 
     repetitions: int
@@ -18,3 +21,5 @@ class BenchOptions:
     impl: str = "auto"
     slots: int = 2
     max_step_tokens: int = 2048
+    peers: tuple[str, ...] = ()
+    peer_dir: Path | None = None

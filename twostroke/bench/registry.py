@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import InvalidConfig
 from .options import BenchOptions
+from .peers import check_peers
 from .result import Result
 
 
@@ -31,8 +32,9 @@ class Benchmark:
         """Run the benchmark; `say` is told what is being done.
 
         Raises:
-            InvalidConfig: the benchmark needs what this machine does not have.
+            InvalidConfig: the benchmark needs what this machine does not have, or cannot be run by a peer asked for.
         """
+        check_peers(self.name, options)
         module = importlib.import_module(f".{self.module}", __package__)
         result: Result = module.run(self.name, options, say)
         return result

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -75,6 +75,7 @@ class Result:
         versions: of Python and of the packages that matter, None where one is not installed.
         workload: what was run: model, dtype, prompts, tokens, threads, ...
         runs: one entry per engine, loop and repetition, in the order in which they ran.
+        failures: what went wrong with a peer, by its name.
     """
 
     benchmark: str
@@ -85,6 +86,15 @@ class Result:
     versions: Mapping[str, str | None] = field(default_factory=lambda: installed_versions())
     workload: Mapping[str, Any]
     runs: tuple[Run, ...]
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """The result that `write` wrote to `path`."""
+        values = json.loads(path.read_text())
+        computed = {f.name for f in fields(Run) if not f.init}
+        runs = [Run(**{name: value for name, value in run.items() if name not in computed}) for run in values["runs"]]
+        return cls(**values | {"runs": tuple(runs)})
 
     def write(self, path: Path) -> Path:
         """Write the result as one JSON object and return the file's path.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..bench.options import BenchOptions
+from ..bench.peers import PEERS
 from ..bench.registry import BENCHMARKS, find
-from ..bench.result import Result, Run
+from ..bench.result import Result
+from ..bench.summary import Table, compare, machine_of, table_of
 from ..errors import InvalidConfig
 from .table import print_table
 
@@ -32,6 +33,13 @@ def bench(
     impl: Annotated[str, typer.Option(help="native, transformers or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Sets of buffers; steps in flight.")] = 2,
     max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 2048,
+    price: Annotated[float, typer.Option(min=0, help="Of an hour of the device, in dollars; for --loop both.")] = 5.0,
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
+    ] = None,
+    peer_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The peers' scripts, configurations and packages.")
+    ] = None,
 ) -> None:
     """Measure twostroke, beside its peers where the benchmark has some."""
     benchmark = find(name)
@@ -43,46 +51,30 @@ def bench(
         impl=impl,
         slots=slots,
         max_step_tokens=max_step_tokens,
+        peers=tuple(peer or ()),
+        peer_dir=peer_dir,
     )
     result = benchmark.run(options, lambda line: typer.echo(line, err=True))
-    _print_result(result)
+    _print_result(result, price)
     if json_file is not None:
         typer.echo(f"\nwritten to {result.write(json_file)}")
 
 
 LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 
-COLUMNS: dict[str, Callable[[Run], str | None]] = {
-    "seconds": lambda run: f"{run.seconds:.2f}",
-    "tokens": lambda run: str(run.tokens),
-    "tokens/s": lambda run: f"{run.tokens_per_s:.1f}",
-    "ms/step": lambda run: None if run.ms_per_step is None else f"{run.ms_per_step:.2f}",
-    "active": lambda run: None if run.gpu_active is None else f"{100 * run.gpu_active:.1f}%",
-    "GB/s": lambda run: None if run.bytes_per_s is None else f"{run.bytes_per_s / 1e9:.0f}",
-    "floor s": lambda run: None if run.floor_seconds is None else f"{run.floor_seconds:.2f}",
-    "of floor": lambda run: None if run.floor_share is None else f"{100 * run.floor_share:.1f}%",
-}
-"""Figures of a run. A column that no run has a figure for is left out."""
 
-
-def _print_result(result: Result) -> None:
-    machine = result.gpu or f"{result.machine['cpu']}, {result.machine['cores']} cores"
-    typer.echo(f"{result.benchmark} on {machine}, {result.date[:10]}")
+def _print_result(result: Result, price: float) -> None:
+    typer.echo(f"{result.benchmark} on {machine_of(result)}, {result.date[:10]}")
     typer.echo(", ".join(f"{key} {value}" for key, value in result.workload.items()))
     typer.echo("the median repetition of each engine; speed is relative to the fastest\n")
-    runs = _medians(result.runs)
-    fastest = max(run.tokens_per_s for run in runs)
-    columns = {name: [show(run) for run in runs] for name, show in COLUMNS.items()}
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
-    columns["speed"] = [f"{run.tokens_per_s / fastest:.2f}" for run in runs]
-    rows = zip(*([cell or "-" for cell in cells] for cells in columns.values()), strict=True)
-    named = [(run.engine, run.loop or "-", *cells) for run, cells in zip(runs, rows, strict=True)]
-    print_table(("engine", "loop", *columns), named)
+    _print_table(table_of(result))
+    comparison = compare(result, price)
+    if comparison is not None:
+        typer.echo()
+        _print_table(comparison.table())
+    for peer, failure in result.failures.items():
+        typer.echo(f"\n{peer} failed: {failure}")
 
 
-def _medians(runs: Sequence[Run]) -> list[Run]:
-    """The run with the median time of each engine and loop; of an even number, the slower of the middle two."""
-    groups: dict[tuple[str, str | None], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.engine, run.loop), []).append(run)
-    return [sorted(group, key=lambda run: run.seconds)[len(group) // 2] for group in groups.values()]
+def _print_table(table: Table) -> None:
+    print_table(table.columns, table.rows)
