@@ -81,7 +81,10 @@ def test_a_bad_prompt_is_refused_by_place_and_value(engine, beside, tokens, case
 
 
 BAD_PARAMETERS = [
-    *[("temperature", value) for value in (math.nan, math.inf, -math.inf, -1, -0.1, 1e-9, "1", None, True, 1j)],
+    *[
+        ("temperature", value)
+        for value in (math.nan, math.inf, -math.inf, 10**400, -1, -0.1, 1e-9, "1", None, True, 1j)
+    ],
     *[("top_k", value) for value in (-2, 1.5, "5", None, True)],
     *[("top_p", value) for value in (math.nan, 0, -0.1, 1.1, math.inf, "1", None)],
     *[("min_p", value) for value in (math.nan, -0.1, 1.1, None)],

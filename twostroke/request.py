@@ -5,6 +5,7 @@ Everything in this file is plain Python and numpy. Validation is in one place, `
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import time
@@ -79,9 +80,8 @@ class SamplingParams:
             ("min_p", 0.0, 1.0, False),
         ):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or isinstance(value, bool) or not math.isfinite(value):
-                raise InvalidRequest(f"{name}={value!r} must be a finite number")
-            if value < low or value > high or (open_low and value == low):
+            number = require_number(name, value)
+            if number < low or number > high or (open_low and number == low):
                 raise InvalidRequest(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             raise InvalidRequest(f"temperature={self.temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
@@ -101,6 +101,16 @@ class SamplingParams:
 
 MIN_TEMPERATURE = 1e-5
 """Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
+
+
+def require_number(name: str, value: object) -> float:
+    """Return `value` as a float, or raise `InvalidRequest` that names the parameter and the value."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    raise InvalidRequest(f"{name}={value!r} must be a finite number")
 
 
 def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
