@@ -56,3 +56,30 @@ def floor_of(cost: Cost, prompts: np.ndarray, outputs: np.ndarray, read_bytes_pe
         flop.append(cost.token_flop * rows + cost.attention_flop * positions)
     seconds = np.maximum(np.array(read) / read_bytes_per_s, np.array(flop) / flop_per_s)
     return Floor(float(seconds.sum()), float(sum(read)))
+
+
+def mixed_floor(
+    cost: Cost,
+    *,
+    rows: int,
+    length: int,
+    steps: int,
+    prompts: np.ndarray,
+    read_bytes_per_s: float,
+    flop_per_s: float,
+) -> Floor:
+    """The floor of `steps` steps in which `rows` rows decode and `prompts` are taken, spread evenly over the steps.
+
+    No other way to share the prompts out needs less time: a step's time is a convex function of its prompt tokens.
+
+    Args:
+        length: KV positions of each row in the first step.
+        prompts: tokens of each prompt, int [N].
+        read_bytes_per_s, flop_per_s: ceilings.
+    """
+    positions = rows * (length + np.arange(steps, dtype=float))
+    prompt_flop = float((cost.token_flop * prompts + cost.attention_flop * prompts.astype(float) ** 2 / 2).sum())
+    read = cost.weight_bytes + cost.kv_bytes * positions
+    flop = cost.token_flop * rows + cost.attention_flop * positions + prompt_flop / steps
+    seconds = np.maximum(read / read_bytes_per_s, flop / flop_per_s)
+    return Floor(float(seconds.sum()), float(read.sum()))

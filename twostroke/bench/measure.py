@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..engine import Engine, EngineStats
     from ..prompts import Prompt
     from ..request import SamplingParams
     from ..text.output import RequestOutput
@@ -55,7 +55,11 @@ def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | 
     start = time.perf_counter()
     outputs = engine.generate(prompts, params, progress=False)
     seconds = time.perf_counter() - start
-    after = engine.stats()
+    return measured_between(before, engine.stats(), outputs, seconds)
+
+
+def measured_between(before: EngineStats, after: EngineStats, outputs: list[RequestOutput], seconds: float) -> Measured:
+    """What an engine did between two looks at it, `seconds` apart."""
     busy = after.busy_seconds - before.busy_seconds
     gaps = after.gap_seconds - before.gap_seconds
     active = busy / (busy + gaps) if busy else 0.0

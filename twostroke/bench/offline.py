@@ -22,6 +22,7 @@ from .peers import measure_peers
 from .result import Result, Run
 
 WARM_UP_TOKENS = 8
+MAX_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _twostroke(
         loop=loop,
         slots=options.slots,
         max_rows=workload.max_rows,
-        max_step_tokens=options.max_step_tokens,
+        max_step_tokens=options.step_tokens(MAX_STEP_TOKENS),
         max_model_len=workload.max_model_len,
         seed=0,
     ) as engine:

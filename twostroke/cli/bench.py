@@ -32,7 +32,9 @@ def bench(
     loop: Annotated[str, typer.Option(help="sync, async or both.")] = "both",
     impl: Annotated[str, typer.Option(help="native, transformers or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Sets of buffers; steps in flight.")] = 2,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 2048,
+    max_step_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of one step; the benchmark's own number if not given.")
+    ] = None,
     price: Annotated[float, typer.Option(min=0, help="Of an hour of the device, in dollars; for --loop both.")] = 5.0,
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
