@@ -39,8 +39,8 @@ class EngineStats:
         active: share of the working time in which the compute stream ran a step, 0 to 1.
         busy_seconds, gap_seconds, idle_seconds: time of the compute stream in steps, between steps while there was
             work, and with nothing to do.
-        idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `capture`,
-            `nothing`; see `device.step_times.gap_parts`.
+        idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `launch`,
+            `capture`, `nothing`; see `device.step_times.gap_parts`.
         cpu_seconds: seconds of the loop's thread by phase: `plan`, `fill`, `queue`, `wait`, `commit`.
     """
 

@@ -95,7 +95,7 @@ class Runner:
         """Wait for the step's output: the only place where the CPU waits for the device."""
         began = time.perf_counter()
         slot.d2h_done.synchronize()
-        self.activity.done(began, time.perf_counter(), self.device)
+        self.activity.done(began, time.perf_counter(), self.device, slot.h2d_done)
         return slot.read()
 
     def rest(self) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 
 from ..plan import Plan
 from .step_times import CAUSES, PHASES, Span, StepTimes, gap_parts
-from .streams import Device
+from .streams import Device, Event
 
 Window = deque[StepTimes]
 """The last steps, in full; bounded by its `maxlen`."""
@@ -88,11 +88,17 @@ class Activity:
         self.cpu["fill"] += filled - began
         self.cpu["queue"] += ended - filled
 
-    def done(self, began: float, ended: float, device: Device) -> None:
-        """Note the wait for the oldest step in flight, and read from the device's meters when it ran."""
+    def done(self, began: float, ended: float, device: Device, h2d_done: Event) -> None:
+        """Note the wait for the oldest step in flight, and read from the device's meters when it ran.
+
+        Args:
+            began, ended: host times of the wait.
+            h2d_done: recorded when the step's input was on the device.
+        """
         times, window = self._launched.popleft()
         times.wait = began, ended
         times.compute = device.meter.read()
+        times.arrived_at = device.meter.time_of(h2d_done)
         if window is not None:
             times.h2d, times.d2h = (meter.read() for meter in device.copy_meters)
             window.append(times)

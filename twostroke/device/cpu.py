@@ -26,6 +26,7 @@ class CpuEvent:
         self._changed = threading.Condition()
         self._begun = 0
         self._done = 0
+        self.done_at = 0.0
         self._failure = failure
         self._strict = strict
 
@@ -43,6 +44,7 @@ class CpuEvent:
 
     def complete(self, generation: int) -> None:
         with self._changed:
+            self.done_at = time.perf_counter()
             self._done = max(self._done, generation)
             self._changed.notify_all()
 
@@ -136,6 +138,13 @@ class CpuMeter:
         return self._spans.popleft()
 
 
+class CpuStepMeter(CpuMeter):
+    """Measures the compute stream, and tells when an event was done."""
+
+    def time_of(self, event: CpuEvent) -> float:
+        return event.done_at
+
+
 class CpuDevice(Device):
     """Three worker threads over host memory. `strict` makes a wait for an event never recorded an error."""
 
@@ -145,7 +154,7 @@ class CpuDevice(Device):
         self._strict = strict
         self._streams = [CpuStream(name, self._failure) for name in ("h2d", "compute", "d2h")]
         self.h2d, self.compute, self.d2h = self._streams
-        self.meter = CpuMeter()
+        self.meter = CpuStepMeter()
         self.copy_meters = CpuMeter(), CpuMeter()
 
     def event(self) -> CpuEvent:

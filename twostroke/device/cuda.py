@@ -13,11 +13,11 @@ from .streams import Device, Event
 
 
 class CudaEvent:
-    """A CUDA event that blocks the waiting thread instead of spinning."""
+    """A CUDA event that blocks the waiting thread instead of spinning, and keeps the time at which it was done."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
-            self.raw = torch.cuda.Event(blocking=True)
+            self.raw = torch.cuda.Event(blocking=True, enable_timing=True)
 
     def synchronize(self) -> None:
         self.raw.synchronize()
@@ -94,6 +94,10 @@ class CudaMeter(_EventPairs):
         self._free += (begin, mark)
         self.known = end, ended
         return began, ended
+
+    def time_of(self, event: CudaEvent) -> float:
+        mark, marked_at = self.known
+        return marked_at + _seconds(mark, event.raw)
 
 
 class CudaCopyMeter(_EventPairs):

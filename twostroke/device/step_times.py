@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PLAN, H2D, COMMIT, CAPTURE, NOTHING = CAUSES = ("plan", "h2d", "commit", "capture", "nothing")
+PLAN, H2D, COMMIT, LAUNCH, CAPTURE, NOTHING = CAUSES = ("plan", "h2d", "commit", "launch", "capture", "nothing")
 """What the compute stream waited for, see `gap_parts`."""
 
 PHASES = ("plan", "fill", "queue", "wait", "commit")
@@ -35,6 +35,7 @@ class StepTimes:
         plan, fill, queue, wait, commit: phases of the CPU.
         queued_at: host time, within `queue`, at which the step's input was on its way.
         captures: when graphs were captured since the last launch, host times.
+        arrived_at: device time at which the input was on the device.
         compute: the step itself, device times. gap: seconds from the end of the step before it.
         skew: what to add to device times to get host times.
         h2d, d2h: the copies, device times; None unless they were metered.
@@ -52,6 +53,7 @@ class StepTimes:
     captures: tuple[Span, ...] = ()
     wait: Span = (0.0, 0.0)
     commit: Span | None = None
+    arrived_at: float = 0.0
     compute: Span = (0.0, 0.0)
     gap: float = 0.0
     skew: float = 0.0
@@ -63,24 +65,25 @@ def gap_parts(times: StepTimes) -> list[tuple[str, float, float]]:
     """Split the gap before a step by what it waited for: (cause, begin, end), host times, some of them empty.
 
     A step begins late because its launch came after the end of the step before it. So the gap is cut where the CPU's
-    work for this step began (`free_at`) and where its input was on its way (`queued_at`):
+    work for this step began (`free_at`), where its input was on its way (`queued_at`), and where that arrived:
 
-        step N - 1 |    commit    |                plan                 |      h2d      | step N
-                   | output to    | commands, plan, fill, hand-over     | copy, launch  |
-                   | CPU, commit  |                                     |               |
-                                  free_at                               queued_at
+        step N - 1 |   commit    |          plan           |    h2d     |    launch     | step N
+                   | output to   | commands, plan, fill,   | copy of    | the device's  |
+                   | CPU, commit | hand-over               | the input  | own way       |
+                                 free_at                   queued_at    arrived_at
 
     If there was nothing to do, the part up to the plan is `nothing` in place of `commit`: without requests a commit
     holds up nobody. Time in which a graph was captured is `capture` wherever it falls. Where the CPU was early, parts
-    are empty; where it launched before step N - 1 ended, all that is left is `h2d`, the way from one step to the next
-    on the device.
+    are empty; where the input was there before step N - 1 ended, all that is left is `launch`, the way from one step to
+    the next on the device.
     """
     end = times.compute[0] + times.skew
     start = end - times.gap
     planning = min(max(times.free_at, start), end)
     copying = min(max(times.queued_at, planning), end)
+    arrived = min(max(times.arrived_at + times.skew, copying), end)
     before = NOTHING if times.rested else COMMIT
-    parts = [(before, start, planning), (PLAN, planning, copying), (H2D, copying, end)]
+    parts = [(before, start, planning), (PLAN, planning, copying), (H2D, copying, arrived), (LAUNCH, arrived, end)]
     return _with_captures(parts, times.captures) if times.captures else parts
 
 

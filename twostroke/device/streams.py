@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,6 +54,16 @@ class Meter(Protocol):
         """
 
 
+class StepMeter(Meter, Protocol):
+    """Measures the compute stream."""
+
+    def time_of(self, event: Any) -> float:
+        """Return when the latest generation of an event of this device was done, on the clock of `read`.
+
+        It must be done; on CUDA the time is measured from the step read last.
+        """
+
+
 class Device(ABC):
     """A place where steps run.
 
@@ -69,7 +79,7 @@ class Device(ABC):
     h2d: Stream
     compute: Stream
     d2h: Stream
-    meter: Meter
+    meter: StepMeter
     copy_meters: tuple[Meter, Meter]
 
     @abstractmethod

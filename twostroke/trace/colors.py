@@ -14,7 +14,14 @@ PHASE_COLORS = {
 STEP_COLORS = ("#2f6fdb", "#2da44e")
 """Steps take them in turn, and so do their copies."""
 
-CAUSE_COLORS = {"plan": "#cf222e", "h2d": "#fb8f44", "commit": "#e16f8c", "capture": "#8a4600", "nothing": "#8c959f"}
+CAUSE_COLORS = {
+    "plan": "#cf222e",
+    "h2d": "#fb8f44",
+    "commit": "#e16f8c",
+    "launch": "#57606a",
+    "capture": "#8a4600",
+    "nothing": "#8c959f",
+}
 
 
 def color_of(span: Span) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from .colors import CAUSE_COLORS, PHASE_COLORS, STEP_COLORS, color_of
-from .spans import COMPUTE, ROWS, Span
-from .timeline import Panel, show_seconds
+from .spans import COMPUTE, COPY, D2H, Span
+from .timeline import PLACES, Panel, show_seconds
 
-LEFT, WIDTH = 70, 1080
+LEFT, WIDTH, RIGHT = 70, 1080, 30
 TOP, ROW, BAR = 16, 46, 26
-"""Pixels: the names of the rows, and the time axis; above the first row, from row to row, and a bar."""
+"""Pixels: the names of the rows, the time axis, half of its last number; above the first row, a row, and its bar."""
 
 CHARACTER = 6.2
 """Pixels of a character of a label."""
@@ -29,7 +30,8 @@ svg { display: block; max-width: 100%; height: auto; } svg text { font: 12px sys
 svg .name { fill: #ffffff; text-anchor: middle; pointer-events: none; }
 svg .idle { fill: var(--idle); font-size: 11px; text-anchor: middle; pointer-events: none; }
 svg .tick { fill: var(--faint); text-anchor: middle; } svg line { stroke: var(--line); }
-rect.span { stroke: var(--ground); stroke-width: 0.5; } rect.span:hover { stroke: var(--text); stroke-width: 1.5; }
+rect.span { stroke: var(--ground); stroke-width: 0.5; } rect.copy { stroke: none; }
+rect.span:hover { stroke: var(--text); stroke-width: 1.5; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-top: 16px; color: var(--faint); }
 .legend i { display: inline-block; width: 14px; height: 14px; margin-right: 6px; vertical-align: -2px; }
 #tip { position: fixed; display: none; padding: 4px 8px; border: 1px solid var(--line); border-radius: 4px;
@@ -61,12 +63,12 @@ def write_html(panels: Sequence[Panel], path: Path) -> None:
 
 
 def _svg(panel: Panel) -> str:
-    bottom = TOP + ROW * len(ROWS)
+    bottom = TOP + ROW * (PLACES[D2H] + 1)
     parts = [_ticks(panel, bottom)]
-    parts += [f'<text x="0" y="{_middle(row) + 4}">{row}</text>' for row in ROWS]
+    parts += [f'<text x="0" y="{_middle(row) + 4}">{row}</text>' for row in PLACES]
     parts += [_bar(span, panel.seconds) for span in panel.spans]
     parts += [_idle_label(gap, panel.seconds) for gap in panel.gaps()]
-    width = LEFT + WIDTH + 20
+    width = LEFT + WIDTH + RIGHT
     return f'<svg viewBox="0 0 {width} {bottom + 24}" width="{width}" role="img">{_hatches()}{"".join(parts)}</svg>'
 
 
@@ -81,7 +83,7 @@ def _hatches() -> str:
 
 
 def _middle(row: str) -> float:
-    return TOP + ROW * (ROWS.index(row) + 0.5)
+    return TOP + ROW * (PLACES[row] + 0.5)
 
 
 def _x(seconds: float, panel_seconds: float) -> float:
@@ -92,8 +94,9 @@ def _bar(span: Span, panel_seconds: float) -> str:
     left, right = _x(span.begin, panel_seconds), _x(span.end, panel_seconds)
     fill = f"url(#{span.cause})" if span.idle else color_of(span)
     tip = f"{span.row}: {span.name}, {show_seconds(span.end - span.begin)}, at {1e3 * span.begin:.3f} ms"
+    least, kind = (1.5, "span copy") if span.kind == COPY else (0.5, "span")
     bar = (
-        f'<rect class="span" x="{left:.2f}" y="{_middle(span.row) - BAR / 2}" width="{max(right - left, 0.5):.2f}" '
+        f'<rect class="{kind}" x="{left:.2f}" y="{_middle(span.row) - BAR / 2}" width="{max(right - left, least):.2f}" '
         f'height="{BAR}" fill="{fill}" data-tip="{escape(tip)}"/>'
     )
     if span.idle or right - left < CHARACTER * len(span.name):
@@ -112,16 +115,25 @@ def _idle_label(gap: Span, panel_seconds: float) -> str:
 
 def _ticks(panel: Panel, bottom: float) -> str:
     lines = []
-    for tenth in range(11):
-        seconds = panel.seconds * tenth / 10
+    for seconds in _round_times(panel.seconds):
         x = _x(seconds, panel.seconds)
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        lines.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{1e3 * seconds:.2f} ms</text>')
+        lines.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}">{1e3 * seconds:g} ms</text>')
     return "".join(lines)
 
 
+def _round_times(seconds: float) -> list[float]:
+    """About ten times from 0 on, 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10(seconds / 10))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 10 >= seconds)
+    return [round(step * place, 9) for place in range(math.floor(seconds / step + 1e-6) + 1)]
+
+
 def _legend() -> str:
-    colors = dict(PHASE_COLORS) | dict(zip(("even step", "odd step"), STEP_COLORS, strict=True))
-    colors |= {f"idle: {cause}": color for cause, color in CAUSE_COLORS.items()}
-    items = "".join(f'<span><i style="background: {color}"></i>{name}</span>' for name, color in colors.items())
+    fills = dict(PHASE_COLORS) | dict(zip(("even step", "odd step"), STEP_COLORS, strict=True))
+    fills |= {
+        f"idle: {cause}": f"repeating-linear-gradient(45deg, {color} 0 2px, {color}40 2px 5px)"
+        for cause, color in CAUSE_COLORS.items()
+    }
+    items = "".join(f'<span><i style="background: {fill}"></i>{name}</span>' for name, fill in fills.items())
     return f'<div class="legend">{items}</div>'

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import TwostrokeError
 from .colors import CAUSE_COLORS, PHASE_COLORS, STEP_COLORS, color_of
-from .spans import COMPUTE, ROWS, Span
-from .timeline import Panel, show_seconds
+from .spans import COMPUTE, COPY, D2H, Span
+from .timeline import PLACES, Panel, show_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH, PANEL_HEIGHT, LEGEND_HEIGHT = 14.0, 2.7, 0.8
+WIDTH, PANEL_HEIGHT, LEGEND_HEIGHT = 14.0, 2.9, 0.8
 """Inches."""
 
 BAR = 0.62
@@ -51,12 +51,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
     for span in panel.spans:
         _draw_span(axes, span, panel.seconds)
     for gap in panel.gaps():
-        place = 1e3 * (gap.begin + gap.end) / 2, ROWS.index(COMPUTE) - BAR / 2 - 0.04
+        place = 1e3 * (gap.begin + gap.end) / 2, PLACES[COMPUTE] - BAR / 2 - 0.04
         label = f"idle {show_seconds(gap.end - gap.begin)}\n{gap.kind}"
         axes.text(*place, label, ha="center", va="bottom", fontsize=7.5, color="#a40e26", linespacing=1.0)
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_yticks(range(len(ROWS)), ROWS)
-    axes.set_ylim(len(ROWS) - 0.5, -0.5)
+    axes.set_yticks(list(PLACES.values()), list(PLACES))
+    axes.set_ylim(PLACES[D2H] + 0.5, -0.5)
     axes.set_xlim(0, 1e3 * panel.seconds)
     axes.tick_params(left=False, labelbottom=True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -67,9 +67,11 @@ def _draw(axes: Axes, panel: Panel) -> None:
 def _draw_span(axes: Axes, span: Span, seconds: float) -> None:
     begin, length = 1e3 * span.begin, 1e3 * (span.end - span.begin)
     style: dict[str, Any] = {"facecolor": color_of(span), "edgecolor": "white", "linewidth": 0.4}
+    if span.kind == COPY:  # often too short to be seen without an edge
+        style |= {"edgecolor": color_of(span), "linewidth": 1.0}
     if span.idle:
         style |= {"facecolor": "white", "edgecolor": color_of(span), "hatch": "//////", "linewidth": 0.6}
-    row = ROWS.index(span.row)
+    row = PLACES[span.row]
     axes.broken_barh([(begin, length)], (row - BAR / 2, BAR), **style)
     if not span.idle and (span.end - span.begin) / seconds > CHARACTER * len(span.name):
         axes.text(begin + length / 2, row, span.name, ha="center", va="center", fontsize=8, color="white")

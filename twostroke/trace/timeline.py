@@ -8,14 +8,17 @@ from itertools import groupby, pairwise
 from statistics import median
 
 from .profile import Profile
-from .spans import COMPUTE, STEP, Span, spans_of
+from .spans import COMPUTE, CPU, D2H, H2D, STEP, Span, spans_of
 
 STEPS_SHOWN = 3
+
+PLACES = {CPU: 0.0, H2D: 1.0, COMPUTE: 2.3, D2H: 3.3}
+"""Where the middle of a row is, from the top, in rows: above `compute` is room for the labels of idle stretches."""
 
 NAMED_SHARE = 0.15
 """A cause is named where this share of an idle stretch is its."""
 
-VISIBLE_SHARE = 0.004
+VISIBLE_SHARE = 0.002
 """An idle stretch is labelled where it is this share of the panel's width."""
 
 
@@ -34,10 +37,10 @@ class Panel:
     seconds: float
 
     def gaps(self) -> list[Span]:
-        """The idle stretches wide enough to see, each whole, its kind the main causes, the longest first."""
+        """The idle stretches wide enough to label, and not cut off; their kind names the main causes, longest first."""
         idle = sorted((span for span in self.spans if span.idle), key=lambda span: (span.step, span.begin))
         gaps = [_whole(list(parts)) for _, parts in groupby(idle, key=lambda span: span.step)]
-        return [gap for gap in gaps if gap.end - gap.begin >= VISIBLE_SHARE * self.seconds]
+        return [gap for gap in gaps if gap.end < self.seconds and gap.end - gap.begin >= VISIBLE_SHARE * self.seconds]
 
 
 def make_panels(profiles: Sequence[Profile], steps: int = STEPS_SHOWN) -> list[Panel]:
