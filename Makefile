@@ -3,7 +3,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint tables clean
 
 demo: $(STAMP)
 	$(BIN)/python -m twostroke demo
@@ -15,6 +15,9 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+tables: $(STAMP)
+	$(BIN)/python -m twostroke.bench.report bench/results docs/performance.md
 
 clean:
 	rm -rf $(VENV)

@@ -10,8 +10,9 @@ and its handles. Rows begin with prompts of 1 to 16 tokens, so in every step one
     hand_off  Runner.wait until the step is done: the worker threads' turn, and delivery's with the tokens
     reading   the rest of Runner.wait: the output out of the slot, the accounting
 
-The first three are the step's own work (`cpu_us`), the others stand beside them (`extra`). Every case runs twice: its
-outputs are awaited as a whole, and all of them are streamed.
+The first three are the step's own work: `cpu_us` is their CPU time in the loop's thread, `wall_us` their wall time
+together. The others stand beside them, in wall time (`extra`). Every case runs twice: with outputs that are awaited
+as a whole, and with all of them streamed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def run_case(case: Case, loop: str, slots: int) -> Run:
     finally:
         delivery.close()
         device.close()
-    extra = {"streamed": case.streamed, "beside_us": watch.wall_us(BESIDE), "wall_us": watch.wall_us(OWN)}
+    beside = {f"{phase}_us": us for phase, us in watch.wall_us(BESIDE).items()}
+    extra = {"streamed": case.streamed, "wall_us": sum(watch.wall_us(OWN).values()), **beside}
     return Run(
         engine="twostroke",
         loop=loop,
