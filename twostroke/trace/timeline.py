@@ -74,7 +74,7 @@ def _period(spans: Sequence[Span]) -> float:
 def _cut(spans: Sequence[Span], seconds: float) -> list[Span]:
     begins = [span.begin for span in spans if span.kind == STEP]
     last = max(begins[0], max(span.end for span in spans if span.row == COMPUTE) - seconds)
-    cuts = [_between(spans, begin, begin + seconds) for begin in begins if begin <= last]
+    cuts = [_between(spans, begin, seconds) for begin in begins if begin <= last]
     return sorted(cuts, key=_idle_seconds)[len(cuts) // 2]
 
 
@@ -82,11 +82,12 @@ def _idle_seconds(spans: Sequence[Span]) -> float:
     return sum(span.end - span.begin for span in spans if span.idle)
 
 
-def _between(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
+def _between(spans: Sequence[Span], begin: float, seconds: float) -> list[Span]:
+    moved = (replace(span, begin=span.begin - begin, end=span.end - begin) for span in spans)
     return [
-        replace(span, begin=max(span.begin, begin) - begin, end=min(span.end, end) - begin)
-        for span in spans
-        if span.begin < end and span.end > begin
+        replace(span, begin=max(span.begin, 0.0), end=min(span.end, seconds))
+        for span in moved
+        if span.begin < seconds and span.end > 0
     ]
 
 
