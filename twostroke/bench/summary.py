@@ -37,7 +37,7 @@ def machine_of(result: Result) -> str:
 
 
 def table_of(result: Result) -> Table:
-    """The median repetition of each engine, loop and case; `speed` is relative to the fastest of the same case."""
+    """The median repetition of each engine, loop and case; with one case, `speed` is relative to the fastest."""
     runs = medians(result.runs)
     columns: dict[str, list[str | None]] = {"engine": [run.engine for run in runs], "loop": [run.loop for run in runs]}
     columns |= {name: [show(run) for run in runs] for name, show in FIGURES.items()}

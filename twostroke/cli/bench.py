@@ -68,7 +68,7 @@ LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 def _print_result(result: Result, price: float) -> None:
     typer.echo(f"{result.benchmark} on {machine_of(result)}, {result.date[:10]}")
     typer.echo(", ".join(f"{key} {value}" for key, value in result.workload.items()))
-    typer.echo("the median repetition of each engine; speed is relative to the fastest\n")
+    typer.echo("the median repetition of each engine and case; speed is relative to the fastest\n")
     _print_table(table_of(result))
     comparison = compare(result, price)
     if comparison is not None:

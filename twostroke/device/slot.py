@@ -54,8 +54,9 @@ class Slot:
 
     def read(self) -> StepOutput:
         """Take the outputs; valid once `d2h_done` is."""
-        tokens, flags = self._host_outputs[: self.outputs].T.copy()
-        return StepOutput(tokens, flags)
+        taken = self._host_outputs[: self.outputs]
+        # NOTE: two copies, since numpy lets go of the interpreter's lock for one of more than 500 elements.
+        return StepOutput(tokens=taken[:, 0].copy(), flags=taken[:, 1].copy())
 
     @property
     def host_bytes(self) -> int:
