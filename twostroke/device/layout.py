@@ -46,7 +46,8 @@ def pack(plan: Plan, words: np.ndarray) -> int:
     """Write `plan` into `words`, int32 [capacity], and return the number of words in use."""
     at = HEADER_WORDS
     offsets = []
-    for section in (plan.joins.view(np.int32), plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens):
+    joins = plan.joins.view(np.int32) if len(plan.joins) else plan.joins
+    for section in (joins, plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens):
         offsets.append(at)
         if section.size:
             words[at : at + section.size] = section.reshape(-1)

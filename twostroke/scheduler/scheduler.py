@@ -172,7 +172,7 @@ class Scheduler:
         if not len(due) and not self.ready:
             return
         ended = rows.launched[due] == rows.limit[due]
-        if ended.any():
+        if np.count_nonzero(ended):
             for row in due[ended].tolist():
                 self.lanes.leave(row)
             due = due[~ended]
@@ -320,7 +320,7 @@ class Scheduler:
 
     def _streamed(self, sampled: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
         mask = self.rows.streaming[sampled]
-        if not mask.any():
+        if not np.count_nonzero(mask):
             return [], NO_TOKENS
         mask &= output.flags & _TOKEN != 0
         return self.rows.samples[sampled[mask]].tolist(), output.tokens[mask]
@@ -335,7 +335,7 @@ class Scheduler:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
         finished: list[Sample] = []
         ended = flags != _TOKEN
-        if not ended.any():
+        if not np.count_nonzero(ended):
             return finished
         for place in np.flatnonzero(ended).tolist():
             row, flag = int(sampled[place]), int(flags[place])
