@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels import ops
 from ..kernels.step import StepInputs
 
 
@@ -32,6 +33,22 @@ class LayerSpec(NamedTuple):
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block's K and V in this layer."""
         return 2 * self.kv_heads * block_size * self.head_dim * dtype.itemsize
+
+
+class Rotary(NamedTuple):
+    """How queries and keys are changed before attention.
+
+    Attributes:
+        cos, sin: float32 [T, head_dim / 2], of the step's positions.
+        q_norm, k_norm: [head_dim] weights of a norm of each head, before the rotation; None for no norm.
+        eps: of these norms.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
 
 
 class Attention(ABC):
@@ -67,3 +84,10 @@ class Attention(ABC):
         Returns:
             [T, heads, head_dim], contiguous, dtype of q. Dead lanes get finite values that nobody reads.
         """
+
+    def forward_rotary(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, step: StepInputs
+    ) -> torch.Tensor:
+        """Apply `rotary` to q and k, then `forward`. q and k may be overwritten; other arguments as there."""
+        ops.rotate_(q, k, *rotary)
+        return self.forward(layer, q, k, v, step)

@@ -13,8 +13,9 @@ from ..kernels.paged_decode import (
     workspace_size,
 )
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
+from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
-from .interface import Attention, LayerSpec
+from .interface import Attention, LayerSpec, Rotary
 
 
 class TritonAttention(Attention):
@@ -52,10 +53,22 @@ class TritonAttention(Attention):
         self._workspace = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        group = self.layers[layer].group
+        cache_write(k, v, self.keys[layer], self.values[layer], step.cache_slots[group])
+        return self._attend(layer, q, step)
+
+    def forward_rotary(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, step: StepInputs
+    ) -> torch.Tensor:
+        group = self.layers[layer].group
+        rotate_and_write(q, k, v, *rotary, self.keys[layer], self.values[layer], step.cache_slots[group])
+        return self._attend(layer, q, step)
+
+    def _attend(self, layer: int, q: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Attention over the cache, which holds the step's keys and values already."""
         if step.num_lanes > self.max_lanes:
             raise ValueError(f"a step of {step.num_lanes} lanes: the workspace was made for max_lanes={self.max_lanes}")
         spec, keys, values = self.layers[layer], self.keys[layer], self.values[layer]
-        cache_write(k, v, keys, values, step.cache_slots[spec.group])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         table, lanes = step.block_tables[spec.group], step.num_lanes
         if lanes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..attention.interface import Attention
+from ..attention.interface import Attention, Rotary
 from ..kernels import ops
 from ..kernels.step import StepInputs
 from .config import DecoderConfig
@@ -93,7 +93,8 @@ class Decoder:
         normed = ops.rms_norm(residual, self.blocks[0].attention_norm, eps)
         following = [block.attention_norm for block in self.blocks[1:]] + [self.final_norm]
         for index, (block, next_norm) in enumerate(zip(self.blocks, following, strict=True)):
-            mixed = self._attend(index, normed, cos, sin, step, attention)
+            rotary = Rotary(cos, sin, block.q_norm, block.k_norm, eps)
+            mixed = self._attend(index, normed, rotary, step, attention)
             if index == len(self.blocks) - 1 and step.sample_index is not None:
                 # After the last attention tokens no longer meet, so only those that are sampled go on.
                 mixed = mixed.index_select(0, step.sample_index)
@@ -107,8 +108,7 @@ class Decoder:
         self,
         index: int,
         normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotary: Rotary,
         step: StepInputs,
         attention: Attention,
     ) -> torch.Tensor:
@@ -116,5 +116,4 @@ class Decoder:
         block, config = self.blocks[index], self.config
         heads = block.qkv(normed).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
         q, k, v = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
-        ops.rotate_(q, k, cos, sin, block.q_norm, block.k_norm, config.norm_eps)
-        return attention.forward(index, q, k, v, step).flatten(1)
+        return attention.forward_rotary(index, q, k, v, rotary, step).flatten(1)
