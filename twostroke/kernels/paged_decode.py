@@ -51,7 +51,7 @@ def decode_tiles(capability: tuple[int, int], head_dim: int, dtype: torch.dtype)
     # The float32 product has no tensor cores and holds its operands in registers: twice smaller tiles avoid spills.
     tile_bytes = 8192 if dtype.itemsize == 4 else 16384
     positions = max(16, min(64, tile_bytes // row_bytes))
-    stages = 3 if capability == (9, 0) and 2 * positions * row_bytes <= 32768 else 2
+    stages = 4 if capability == (9, 0) and 2 * positions * row_bytes <= 32768 else 2
     return DecodeTiles(positions, warps=4, stages=stages, waves=4, min_splits=2, min_share=4)
 
 

@@ -1,0 +1,69 @@
+"""CUDA C++ sources compiled at first use, for what Triton cannot say."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_loaded: dict[str, ctypes.CDLL] = {}
+
+
+class CompilerMissing(RuntimeError):
+    """There is no CUDA compiler, or it refused the source; the message has its last lines."""
+
+
+def load_library(source: Path, target: str) -> ctypes.CDLL:
+    """Return the library made from a CUDA C++ source, compiled once per source, target and compiler.
+
+    Args:
+        source: a .cu file with C functions.
+        target: of the compiler, such as `90a`.
+
+    Raises:
+        CompilerMissing: the library is not there yet and cannot be made.
+    """
+    key = f"{source}:{target}"
+    if key not in _loaded:
+        _loaded[key] = ctypes.CDLL(str(_compiled(source, target)))
+    return _loaded[key]
+
+
+def _compiled(source: Path, target: str) -> Path:
+    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    fingerprint = hashlib.sha256(source.read_bytes() + f"{target} {torch.version.cuda}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "kernels"
+    library = folder / f"{source.stem}-{fingerprint}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / library.name
+        code = f"arch=compute_{target},code=sm_{target}"
+        command = [
+            compiler,
+            "-O3",
+            "-std=c++17",
+            "-gencode",
+            code,
+            "-shared",
+            "-Xcompiler",
+            "-fPIC",
+            "-o",
+            made,
+            source,
+        ]
+        try:
+            subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise CompilerMissing("no CUDA compiler (nvcc) was found") from error
+        except subprocess.CalledProcessError as error:
+            raise CompilerMissing(f"nvcc refused {source.name}: {error.stderr[-2000:]}") from error
+        os.replace(made, library)  # two processes may compile at once: the last one wins, with the same bytes
+    return library
