@@ -7,28 +7,10 @@ import sys
 
 import torch
 
+from twostroke.bench.timing import graph_seconds
 from twostroke.kernels.paged_decode import DecodeTiles, decode_attention, workspace_size
 
 LANES, HEADS, KV_HEADS, DIM, BLOCK, LAYERS = 32, 32, 8, 128, 16, 6
-
-
-def graph_ms(work, repeat=15):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    times = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
 
 
 def main(lengths):
@@ -56,7 +38,7 @@ def main(lengths):
                             scale=0.088, window=0, splits=splits, tiles=tiles,
                         )  # fmt: skip
 
-                ms = graph_ms(work) / LAYERS
+                ms = 1e3 * graph_seconds(work) / LAYERS
                 line += f"  {length}: {ms * 1e3:6.1f} us {2 * LANES * length * KV_HEADS * DIM * 2 / ms / 1e9:5.2f} TB/s"
             print(line, flush=True)
 

@@ -1,4 +1,4 @@
-"""The fused rotation and cache write does what the two kernels that it replaces do."""
+"""One kernel norms, rotates and stores; it does what the plain rotation and the cache write do one after the other."""
 
 import pytest
 import torch
@@ -12,10 +12,13 @@ from twostroke.kernels.rotary_write import rotate_and_write
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 64), (3, 1, 80), (32, 8, 128)])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim"), [(4, 2, 64), (9, 3, 64), (3, 1, 80), (1, 1, 16), (32, 8, 128)]
+)
 @pytest.mark.parametrize("norms", [(False, False), (True, True), (True, False)])
-def test_equal_to_rotating_and_writing(q_heads, kv_heads, head_dim, norms):
-    tokens, block_size, blocks = 5, 4, 6
+def test_equal_to_rotating_and_writing(tokens, q_heads, kv_heads, head_dim, norms):
+    block_size, blocks = 4, 6
     merged = torch.randn(tokens, q_heads + 2 * kv_heads, head_dim, device=DEVICE)
     q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
     positions = torch.randint(0, 1000, (tokens,), device=DEVICE)

@@ -78,28 +78,6 @@ def test_rotary_tables(half):
         close(table, expected)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "q_heads", "k_heads", "head_dim"), [(1, 9, 3, 64), (3, 4, 4, 80), (17, 1, 1, 16), (2, 18, 2, 128)]
-)
-@pytest.mark.parametrize("norms", [(False, False), (True, True), (True, False)])
-def test_rotate(tokens, q_heads, k_heads, head_dim, norms):
-    q, k, _, merged = merged_heads(tokens, q_heads, k_heads, head_dim)
-    cos, sin = torch.randn(2, tokens, head_dim // 2)
-    weights = [torch.randn(head_dim) if wanted else None for wanted in norms]
-    device_merged = merged.to(DEVICE, copy=True)
-    heads = device_merged.view(tokens, -1, head_dim)
-    rotary.rotate_(
-        heads[:, :q_heads],
-        heads[:, q_heads : q_heads + k_heads],
-        cos.to(DEVICE),
-        sin.to(DEVICE),
-        *(None if w is None else w.to(DEVICE) for w in weights),
-        1e-3,
-    )
-    ops.rotate_(q, k, cos, sin, *weights, 1e-3)
-    close(device_merged, merged)
-
-
 @pytest.mark.parametrize(("kv_heads", "head_dim", "block_size"), [(1, 64, 4), (3, 80, 16), (20, 128, 4)])
 def test_cache_write_touches_its_slots_and_nothing_else(kv_heads, head_dim, block_size):
     _, k, v, _ = merged_heads(5, 2, kv_heads, head_dim)

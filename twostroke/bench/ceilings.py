@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+from .timing import seconds_each
 
 READ_BYTES = 4 << 30
 PRODUCT_SIZE = 8192
@@ -42,19 +43,7 @@ def measure_ceilings() -> Ceilings:
     source = torch.randint(0, 100, (elements,), dtype=torch.int32, device="cuda")
     sums = torch.empty(programs, dtype=torch.int32, device="cuda")
     grid, cut = (programs,), {"PROGRAMS": programs, "BLOCK": 4096, "num_warps": 8}
-    read = _best_seconds(lambda: _read[grid](source, sums, elements, **cut))
+    read = min(seconds_each(lambda: _read[grid](source, sums, elements, **cut), REPETITIONS))
     a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = _best_seconds(lambda: a @ b)
+    product = min(seconds_each(lambda: a @ b, REPETITIONS))
     return Ceilings(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product)
-
-
-def _best_seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPETITIONS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return min(times)

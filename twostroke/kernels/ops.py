@@ -87,10 +87,7 @@ def rotate_(
         q_weight, k_weight: [D] each, dtype of q, or None for no norm.
         eps: of the norms.
     """
-    if q.is_cuda:
-        from . import rotary
-
-        return rotary.rotate_(q, k, cos, sin, q_weight, k_weight, eps)
+    # NOTE: plain PyTorch on CUDA too; the fast path there is `rotary_write`, which needs no pass of its own.
     cos, sin = cos[:, None], sin[:, None]
     _rotate_heads_(q, cos, sin, q_weight, eps)
     _rotate_heads_(k, cos, sin, k_weight, eps)

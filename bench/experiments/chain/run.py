@@ -9,28 +9,10 @@ import torch
 from decode_linear import DecodeChain, DecodeLinears, DecodeWeight, Scaled
 from torch.nn import functional as F  # noqa: N812
 
+from twostroke.bench.timing import graph_seconds
 from twostroke.kernels.ops import add_rms_norm, silu_mul
 
 H, INNER, QKV, V, EPS = 4096, 14336, 6144, 128256, 1e-5
-
-
-def graph_ms(work, repeat=20):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    times = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
 
 
 def bf16(*shape, scale=1.0):
@@ -135,7 +117,7 @@ def main(layers=32):
             F.linear(n, weights["qkv"][i])
 
     floor = sum(2 * a * b for a, b in shapes.values()) * layers / 4.33e9
-    ours, cublas = graph_ms(chain), graph_ms(plain_chain)
+    ours, cublas = 1e3 * graph_seconds(chain), 1e3 * graph_seconds(plain_chain)
     print(f"chain of {layers} layers: ours {ours:.3f} ms, cuBLAS {cublas:.3f} ms, floor {floor:.3f} ms")
     heads = [bf16(V, H, scale=0.02) for _ in range(2)]
     fast_heads = [DecodeWeight(head) for head in heads]
@@ -146,7 +128,10 @@ def main(layers=32):
             chain.scaled(x, head)
             chain.launch()
 
-    ours, cublas = graph_ms(ours_heads) / 2, graph_ms(lambda: [F.linear(h, head) for head in heads]) / 2
+    ours, cublas = (
+        1e3 * graph_seconds(ours_heads) / 2,
+        1e3 * graph_seconds(lambda: [F.linear(h, head) for head in heads]) / 2,
+    )
     print(f"head: ours {ours * 1e3:.1f} us, cuBLAS {cublas * 1e3:.1f} us, floor {2 * V * H / 4.33e6:.1f} us")
 
 
