@@ -67,8 +67,8 @@ class DelayedDevice(Device):
     def set_clock(self) -> None:
         self._device.set_clock()
 
-    def building(self) -> AbstractContextManager[object]:
-        return self._device.building()
+    def current(self) -> AbstractContextManager[object]:
+        return self._device.current()
 
     def synchronize(self) -> None:
         self._device.synchronize()

@@ -92,7 +92,7 @@ def build(config: EngineConfig) -> Parts:
     """
     device = _make_device(config.device)
     try:
-        with device.building(), torch.inference_mode():
+        with device.current(), torch.inference_mode():
             return _Builder(config, device).build()
     except BaseException:
         device.close()

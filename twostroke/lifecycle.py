@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
@@ -48,12 +49,13 @@ class Lifecycle:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._device.current():
                 self.loop.run()
         except BaseException as error:
             self._fail(error)
         self.delivery.close()
-        self._device.close()
+        with contextlib.suppress(Exception):  # a device that failed fails again here; callers have its error already
+            self._device.close()
 
     def _fail(self, error: BaseException) -> None:
         """Every waiting caller gets the error now, later ones at once; called by either thread."""

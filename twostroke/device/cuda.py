@@ -149,7 +149,7 @@ class CudaDevice(Device):
     def set_clock(self) -> None:
         self._clock.set_clock()
 
-    def building(self) -> AbstractContextManager[object]:
+    def current(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[1].raw)
 
     def synchronize(self) -> None:

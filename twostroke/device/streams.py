@@ -98,8 +98,8 @@ class Device(ABC):
     def set_clock(self) -> None:
         """Set the meters' clock to `time.perf_counter`; nothing that was begun is left to be read."""
 
-    def building(self) -> AbstractContextManager[object]:
-        """Return a context in which weights and buffers are made: what it queues runs on the compute stream."""
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which what the calling thread queues runs on this device, on the compute stream."""
         return nullcontext()
 
     @abstractmethod
