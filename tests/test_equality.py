@@ -51,16 +51,17 @@ def test_adapted_families_equal_transformers(saved, family, mode):
     check_all(model, prompts, outputs, NEW)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", "async", "delayed"])
 @pytest.mark.parametrize("chunk", [1, 5])
-def test_prompts_in_chunks(saved, chunk, mode):
+@pytest.mark.parametrize("family", [*NATIVE, *ADAPTED])
+def test_prompts_in_chunks(saved, family, chunk, mode):
     """B05: a prompt longer than a step's budget goes in chunks, beside decoding rows."""
-    directory, model = saved("llama")
+    directory, model = saved(family)
     prompts = make_prompts(lengths=[1, 2, 7, 23])
     with running(mode, directory, max_chunk_tokens=chunk, max_rows=3) as engine:
-        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW))
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
         assert engine.stats().steps > max(map(len, prompts)) // chunk
-    check_all(model, prompts, outputs, NEW)
+    check_all(model, prompts, outputs, 12)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -73,9 +74,10 @@ def test_a_step_budget_smaller_than_a_prompt_and_than_the_rows(saved, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_preemption_by_recomputation(saved, mode):
+@pytest.mark.parametrize("family", [*NATIVE, *ADAPTED])
+def test_preemption_by_recomputation(saved, family, mode):
     """F19, F16: block 16, prompt 34, 35 new tokens, 2 requests, 7 blocks: preemption is certain, outputs are whole."""
-    directory, model = saved("llama")
+    directory, model = saved(family)
     prompts = make_prompts(lengths=[34, 34])
     with running(mode, directory, block_size=16, num_blocks=7) as engine:
         outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=35))
@@ -138,6 +140,16 @@ def test_smollm2_equals_transformers(smollm2_dir, smollm2_reference, mode):
     assert chat.finish_reason == "stop"
     assert chat.token_ids[-1] == 2
     assert "<|im_end|>" not in chat.text
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_smollm2_in_chunks_and_preempted(smollm2_dir, smollm2_reference, mode):
+    prompts = [list(range(1000, 1034)), list(range(2000, 2034))]
+    with running(mode, smollm2_dir, max_chunk_tokens=5, block_size=16, num_blocks=7) as engine:
+        outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=35, ignore_eos=True))
+        assert engine.stats().preemptions > 0
+    ties = sum(check_greedy(smollm2_reference, output.prompt_token_ids, output.token_ids) for output in outputs)
+    assert ties <= 1
 
 
 @pytest.fixture(scope="session")
