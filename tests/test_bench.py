@@ -88,6 +88,15 @@ def test_the_table_shows_medians_and_the_file_every_repetition(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("stub_benchmark")
+def test_the_commit_can_be_named_where_there_is_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stub.json"
+    for found, expected in ((None, "abc123"), ("def456", "def456")):
+        monkeypatch.setattr("twostroke.bench.result.current_commit", lambda found=found: found)
+        CliRunner().invoke(app, ["bench", "stub", "--json", str(path), "--commit", "abc123"])
+        assert json.loads(path.read_text())["commit"] == expected
+
+
+@pytest.mark.usefixtures("stub_benchmark")
 def test_repetitions_are_passed_on(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "stub", "--repetitions", "1"])
     assert done.exit_code == 0

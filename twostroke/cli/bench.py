@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,9 @@ def bench(
     peer_dir: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="The peers' scripts, configurations and packages.")
     ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit that is measured, where the code does not lie in a checkout.")
+    ] = None,
 ) -> None:
     """Measure twostroke, beside its peers where the benchmark has some."""
     benchmark = find(name)
@@ -57,6 +61,8 @@ def bench(
         peer_dir=peer_dir,
     )
     result = benchmark.run(options, lambda line: typer.echo(line, err=True))
+    if result.commit is None:
+        result = replace(result, commit=commit)
     _print_result(result, price)
     if json_file is not None:
         typer.echo(f"\nwritten to {result.write(json_file)}")
