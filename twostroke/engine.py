@@ -207,6 +207,8 @@ class Engine:
         ids = encode_prompt(prompt, self.tokenizer)
         seed = self._seeds.getrandbits(SEED_BITS)
         request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
+        if request.stops and self.tokenizer is None:
+            raise InvalidRequest(f"stop={request.params.stop!r}: this model has no tokenizer, use stop_token_ids")
         return Handle(Sample(request), self._owner)
 
     def _start(self, handles: Sequence[Handle]) -> None:
@@ -217,6 +219,8 @@ class Engine:
         def submit(scheduler: Scheduler) -> None:
             for sample in samples:
                 scheduler.submit(sample)
+                if sample.request.stops:  # delivery has to search its text as it comes
+                    scheduler.stream(sample)
 
         try:
             for index, handle in enumerate(handles):
@@ -239,6 +243,9 @@ class _Owner:
 
     def stream(self, sample: Sample) -> None:
         self._leave(lambda scheduler: scheduler.stream(sample))
+
+    def finish(self, sample: Sample, count: int) -> None:
+        self._leave(lambda scheduler: scheduler.finish(sample, count))
 
     def _leave(self, command: Command) -> None:
         """Leave a command. After the loop's end every request has its outcome, so nothing is left to do."""

@@ -21,6 +21,12 @@ from .errors import InvalidRequest
 MAX_STOP_IDS = 32
 """Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
 
+MAX_STOPS = 64
+"""Stop strings of a request."""
+
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string."""
+
 SEED_BITS = 64
 
 
@@ -51,6 +57,12 @@ class SamplingParams:
         ignore_eos: the model's end-of-sequence ids do not stop the sample; `stop_token_ids` still do.
         stop_token_ids: further token ids that stop the sample. The stop token is part of
             the token ids, not of the text.
+        stop: a string, or a list of them, that ends the sample where the text first contains one; of several that end
+            at the same character, the longest. It is searched in the text of the output tokens behind the first
+            `min_tokens`. The text ends right before it, the token ids with the last token whose text lies wholly
+            before it. None or [] is off. Needs a tokenizer.
+        include_stop: the text ends right behind the stop string, the token ids with the token that completes it.
+        skip_special_tokens: special tokens have no text. A stop token has none in any case.
     """
 
     temperature: float = 1.0
@@ -62,6 +74,9 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         known = {f.name for f in fields(cls)}
@@ -93,10 +108,12 @@ class SamplingParams:
                 raise InvalidRequest(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidRequest(f"ignore_eos={self.ignore_eos!r} must be True or False")
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={value!r} must be True or False")
         if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence | np.ndarray):
             raise InvalidRequest(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        _stop_strings(self.stop)
 
 
 MIN_TEMPERATURE = 1e-5
@@ -155,6 +172,7 @@ class Request:
         max_tokens: the tokens that the sample can have, clamped to the context limit; >= 1.
         stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
             `MAX_STOP_IDS`.
+        stops: the stop strings, each once.
     """
 
     id: str
@@ -163,6 +181,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_ids: np.ndarray
+    stops: tuple[str, ...] = ()
 
     @classmethod
     def create(
@@ -202,7 +221,7 @@ class Request:
             )
         seed = seed if params.seed is None else int(params.seed)
         ids.flags.writeable = stop_ids.flags.writeable = False
-        return cls(request_id, ids, params, seed, max_tokens, stop_ids)
+        return cls(request_id, ids, params, seed, max_tokens, stop_ids, _stop_strings(params.stop))
 
 
 def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
@@ -220,6 +239,25 @@ def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> n
         place = int(bad[0])
         raise InvalidRequest(f"{name}[{place}]={array[place]} must be a token id in [0, {vocab_size})")
     return array.astype(np.int32)
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the strings of `stop`, each once, or raise `InvalidRequest` that names the first bad one and its place."""
+    if stop is None:
+        return ()
+    single = isinstance(stop, str)
+    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
+        raise InvalidRequest(f"stop={stop!r} must be a string, or a list of strings")
+    strings: Sequence[str] = [stop] if isinstance(stop, str) else stop
+    if len(strings) > MAX_STOPS:
+        raise InvalidRequest(f"stop={stop!r} has {len(strings)} strings, at most {MAX_STOPS} are supported")
+    for place, string in enumerate(strings):
+        name = "stop" if single else f"stop[{place}]"
+        if not isinstance(string, str):
+            raise InvalidRequest(f"{name}={string!r} must be a string")
+        if not 0 < len(string) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(f"{name}={string!r} must have 1 to {MAX_STOP_LENGTH} characters, not {len(string)}")
+    return tuple(dict.fromkeys(strings))
 
 
 def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> int:

@@ -159,6 +159,8 @@ class _Nobody:
 
     def stream(self, sample: Sample) -> None: ...
 
+    def finish(self, sample: Sample, count: int) -> None: ...
+
 
 def _raise(error: BaseException) -> None:
     raise error

@@ -40,6 +40,16 @@ class SamplingFlags:
     stop_token_id: Annotated[
         list[int] | None, sampling_flag("A further token id that stops; may be repeated.", "--stop-token-id")
     ] = None
+    stop: Annotated[list[str] | None, sampling_flag("A string at which the text ends; may be repeated.", "--stop")] = (
+        None
+    )
+    include_stop: Annotated[bool, sampling_flag("Keep the stop string in the text.", "--include-stop")] = (
+        DEFAULTS.include_stop
+    )
+    skip_special_tokens: Annotated[
+        bool,
+        sampling_flag("Leave special tokens out of the text.", "--skip-special-tokens/--no-skip-special-tokens"),
+    ] = DEFAULTS.skip_special_tokens
 
     def params(self) -> SamplingParams:
         """The flags as sampling parameters, checked.
@@ -48,6 +58,7 @@ class SamplingFlags:
             InvalidRequest: a value is out of its range.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values["stop"] = values["stop"] or None
         params = SamplingParams(stop_token_ids=tuple(values.pop("stop_token_id") or ()), **values)
         params.validate()
         return params

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..request import Sample
+from .draft import NO_TOKENS
 
 
 class Committed(NamedTuple):
@@ -21,3 +22,6 @@ class Committed(NamedTuple):
     finished: list[Sample]
     streamed: list[Sample]
     tokens: np.ndarray
+
+
+NOTHING = Committed([], [], NO_TOKENS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from ..request import Sample, SampleState
@@ -112,6 +114,13 @@ class RowTable:
     def write_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Write to each of `rows`, intp [S], the token after its confirmed positions."""
         self._flat_tokens[rows * self.tokens.shape[1] + self.confirmed[rows]] = tokens
+
+    def stamp_first_tokens(self, rows: np.ndarray) -> None:
+        """Note the time for the samples of `rows`, intp [S], that got their first token now."""
+        now = time.perf_counter()
+        for sample in self.samples[rows].tolist():
+            if sample is not None and sample.timings.first_token is None:
+                sample.timings.first_token = now
 
     def pop_blocks(self, row: int) -> np.ndarray:
         """Take all blocks from `row` and return them, int32 [G, n]."""

@@ -12,7 +12,7 @@ from ..errors import InvalidRequest
 from ..plan import Flag, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
-from .committed import Committed
+from .committed import NOTHING, Committed
 from .draft import NO_TOKENS, Draft
 from .lanes import Lanes
 from .releases import Release, Releases
@@ -47,8 +47,7 @@ class Scheduler:
         max_step_tokens: most tokens of a step. No more rows than this are used at a time.
         max_model_len: most tokens of a sample, prompt and output.
         block_size: positions of a block.
-        num_blocks: blocks of each cache group, the dummy block included.
-        num_groups: cache groups.
+        num_blocks: blocks of each of the `num_groups` cache groups, the dummy block included.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
         debug: check the invariants after every plan and commit; slow.
     """
@@ -108,8 +107,16 @@ class Scheduler:
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
         if sample.state is SampleState.FINISHED:
-            return Committed([], [], NO_TOKENS)
+            return NOTHING
         self._end(sample, FinishReason.CANCELLED)
+        return Committed([sample], [], NO_TOKENS)
+
+    def finish(self, sample: Sample, count: int) -> Committed:
+        """End `sample` by a stop, with its first `count` output tokens; does nothing if it has ended already."""
+        if sample.state is SampleState.FINISHED:
+            return NOTHING
+        self._end(sample, FinishReason.STOP)
+        sample.tokens = sample.tokens[: sample.prompt_len + count]
         return Committed([sample], [], NO_TOKENS)
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
@@ -125,13 +132,11 @@ class Scheduler:
         A sample that is streamed already, or has ended, gets nothing: no token is handed over twice.
         """
         if sample in self._streaming or sample.state is SampleState.FINISHED:
-            return Committed([], [], NO_TOKENS)
+            return NOTHING
         self._streaming.add(sample)
-        row, tokens = self.row_of.get(sample), sample.tokens
-        if row is not None:
+        if (row := self.row_of.get(sample)) is not None:
             self.rows.streaming[row] = True
-            tokens = self.rows.known_tokens(row)
-        output = tokens[sample.prompt_len :]
+        output = self._known_tokens(sample)[sample.prompt_len :]
         return Committed([], [sample] * len(output), output)
 
     @property
@@ -300,8 +305,8 @@ class Scheduler:
         self.rows.write_tokens(sampled, output.tokens)
         streamed, tokens = self._streamed(sampled, output)
         if len(sampled) > plan.num_lanes:
-            self._stamp_first_tokens(sampled[plan.num_lanes :])
-        finished = self._finish(sampled, output.flags)
+            self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
+        finished = self._end_flagged(sampled, output.flags)
         if self.draining:
             self._drain()
         self._return_releases()
@@ -325,13 +330,7 @@ class Scheduler:
         mask &= output.flags & _TOKEN != 0
         return self.rows.samples[sampled[mask]].tolist(), output.tokens[mask]
 
-    def _stamp_first_tokens(self, rows: np.ndarray) -> None:
-        now = time.perf_counter()
-        for sample in self.rows.samples[rows].tolist():
-            if sample is not None and sample.timings.first_token is None:
-                sample.timings.first_token = now
-
-    def _finish(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
+    def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
         finished: list[Sample] = []
         ended = flags != _TOKEN
@@ -344,7 +343,7 @@ class Scheduler:
             sample = self.rows.samples[row]
             if flag & _ERROR:
                 # The position is confirmed, but gave no token.
-                self._end(sample, FinishReason.ERROR, BAD_LOGITS, missing=1)
+                self._end(sample, FinishReason.ERROR, BAD_LOGITS, drop=1)
             elif flag & _TOKEN:
                 self._end(sample, FinishReason.STOP if flag & _STOP else FinishReason.LENGTH)
             else:
@@ -364,12 +363,15 @@ class Scheduler:
 
     # -- Ending --------------------------------------------------------------------------------------------------
 
-    def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, missing: int = 0) -> None:
-        """End `sample` with its known tokens but the last `missing`; row and blocks return when no step uses them."""
-        row = self.row_of.pop(sample, None)
-        if row is not None:
-            tokens = self.rows.known_tokens(row)
-            sample.tokens = tokens[: len(tokens) - missing]
+    def _known_tokens(self, sample: Sample) -> np.ndarray:
+        row = self.row_of.get(sample)
+        return sample.tokens if row is None else self.rows.known_tokens(row)
+
+    def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0) -> None:
+        """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them."""
+        tokens = self._known_tokens(sample)
+        sample.tokens = tokens[: len(tokens) - drop]
+        if (row := self.row_of.pop(sample, None)) is not None:
             self._retire(row)
         self.waiting.pop(sample, None)
         self._streaming.discard(sample)

@@ -11,10 +11,11 @@ from typing import Protocol
 import numpy as np
 
 from ..errors import InvalidRequest
-from ..request import FinishReason, Sample
+from ..request import FinishReason, Request, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
 from .output import RequestOutput
+from .stop_strings import StopStream
 from .tokenizer import Tokenizer
 
 _STOP = None
@@ -35,22 +36,41 @@ class Committed(Protocol):
 
 
 class _Stream:
-    """What was handed over of a streamed sample so far."""
+    """What was handed over of a sample without stop strings: tokens at once, text as soon as it is final.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.pushed = 0
-        self.detokenizer = Detokenizer(tokenizer) if tokenizer else None
+    Attributes:
+        kept: tokens that the output keeps of those that came; None is all.
+        text: the whole text, once finished; None without a tokenizer.
+    """
 
-    def push(self, ids: list[int]) -> str:
-        self.pushed += len(ids)
-        return self.detokenizer.push(ids) if self.detokenizer else ""
+    kept: int | None = None
+    text: str | None = None
 
-    def finish(self) -> str:
-        return self.detokenizer.finish() if self.detokenizer else ""
+    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
+        skip = request.params.skip_special_tokens
+        self._pushed = 0
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip) if tokenizer else None
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip) if tokenizer else None
+
+    def push(self, ids: list[int]) -> tuple[list[int], str]:
+        """Add tokens; return the ids and the text that are to be handed over."""
+        self._pushed += len(ids)
+        return ids, self._detokenizer.push(ids) if self._detokenizer else ""
+
+    def finish(self, ids: list[int]) -> tuple[list[int], str]:
+        """Add what `ids`, all that have a text, has beyond the tokens pushed before; return all that is left."""
+        rest, text = self.push(ids[self._pushed :])
+        if self._decode and self._detokenizer:
+            self.text = self._decode(ids)
+            text += self._detokenizer.finish()
+        return rest, text
 
 
 class Delivery:
-    """Hands over what the loop committed; the only place that makes text.
+    """Hands over what the loop committed; the only place that makes text, and that searches it for stop strings.
+
+    At a stop string it asks the loop to end the sample. Until that has come about the sample may get more tokens, or
+    end in another way; the output is the same, since it was decided by the tokens up to the stop string.
 
     The loop's thread only queues; all work on text, and every wake-up of a consumer, is done by this worker. Consumers
     that do not read cost one merged delta each, never more than the output itself.
@@ -68,7 +88,7 @@ class Delivery:
         self._lock = threading.Lock()
         self._handles: dict[Sample, tuple[Handle, int]] = {}
         self._ids: set[str] = set()
-        self._streams: dict[Sample, _Stream] = {}
+        self._streams: dict[Sample, _Stream | StopStream] = {}
         self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
         self._thread.start()
 
@@ -148,35 +168,48 @@ class Delivery:
             return
         stream = self._streams.get(sample)
         if stream is None:
-            stream = self._streams[sample] = _Stream(self._tokenizer)
-        entry[0].push(ids, stream.push(ids))
+            stream = self._streams[sample] = self._make_stream(sample)
+        if stream.kept is not None:  # what comes until the loop has ended it
+            return
+        entry[0].push(*stream.push(ids))
+        if stream.kept is not None:
+            entry[0].stop(stream.kept)
+
+    def _make_stream(self, sample: Sample) -> _Stream | StopStream:
+        if self._tokenizer and sample.request.stops:
+            return StopStream(self._tokenizer, sample.request)
+        return _Stream(self._tokenizer, sample.request)
 
     def _finish(self, sample: Sample) -> None:
-        stream = self._streams.pop(sample, None) or _Stream(self._tokenizer)
+        stream = self._streams.pop(sample, None) or self._make_stream(sample)
         entry = self._handles.get(sample)
         if entry is None:
             return
         handle, index = entry
         ids = sample.output.tolist()
-        spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
-        rest = ids[stream.pushed :]
-        text = stream.push(spoken[stream.pushed :]) + stream.finish()
-        output = self._output(sample, index, ids, spoken)
+        # A sample that nobody asked to end and that has stopped ends with its stop token.
+        at_token = stream.kept is None and sample.finish_reason == FinishReason.STOP
+        spoken = ids[:-1] if at_token else ids
+        rest, text = stream.finish(spoken)
+        if stream.kept is None:
+            rest = rest + ids[len(spoken) :]
+        output = self._output(sample, index, stream)
         # NOTE: not before the text is made, so that a failure there reaches this request too; but before anybody can
         # know of its end, since then its id must be free.
         self._pop(sample)
         handle.finish(output, rest, text)
 
-    def _output(self, sample: Sample, index: int, ids: list[int], spoken: list[int]) -> RequestOutput:
+    def _output(self, sample: Sample, index: int, stream: _Stream | StopStream) -> RequestOutput:
         assert sample.finish_reason is not None
+        stopped = stream.kept is not None
         return RequestOutput(
             request_id=sample.request.id,
             index=index,
             prompt_token_ids=sample.request.prompt.tolist(),
-            token_ids=ids,
-            text=self._tokenizer.decode(spoken) if self._tokenizer else None,
-            finish_reason=sample.finish_reason,
-            error=sample.error,
+            token_ids=sample.output[: stream.kept].tolist(),
+            text=stream.text,
+            finish_reason=FinishReason.STOP if stopped else sample.finish_reason,
+            error=None if stopped else sample.error,
             seed=sample.request.seed,
             preemptions=sample.preemptions,
             timings=sample.timings,

@@ -37,6 +37,11 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._assembler = _assembler(tokenizer)
 
+    @property
+    def holds(self) -> bool:
+        """Whether the text of tokens that were pushed is held back."""
+        return self._assembler.holds
+
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that became final with `ids`; may be empty, never ends within a character."""
         return self._assembler.push(self._tokenizer.tokens(ids, skip_special_tokens=self._skip_special_tokens))
@@ -47,6 +52,8 @@ class Detokenizer:
 
 
 class _Assembler(Protocol):
+    @property
+    def holds(self) -> bool: ...
     def push(self, tokens: list[str]) -> str: ...
     def finish(self) -> str: ...
 
@@ -63,6 +70,10 @@ class _ByteStream:
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._utf8.getstate()[0])
 
     def push(self, tokens: list[str]) -> str:
         return self._utf8.decode(b"".join(map(_spelled_bytes, tokens)))
@@ -83,6 +94,10 @@ class _Window:
         self._anchor_text = ""
         self._next_anchor = _unused_character(tokenizer.decoder_stages)
         self._held: list[str] = []
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
 
     def push(self, tokens: list[str]) -> str:
         self._held += tokens
@@ -106,6 +121,10 @@ class _Whole:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._join = tokenizer.join
         self._held: list[str] = []
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
 
     def push(self, tokens: list[str]) -> str:
         self._held += tokens

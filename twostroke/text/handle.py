@@ -22,6 +22,9 @@ class Owner(Protocol):
     def stream(self, sample: Sample) -> None:
         """Have its tokens handed over as they come, from the first one on. Never raises."""
 
+    def finish(self, sample: Sample, count: int) -> None:
+        """End the sample soon, with its first `count` output tokens; does nothing if it has ended. Never raises."""
+
 
 class Handle:
     """One request on its way. Safe to use from any thread, and from any asyncio loop.
@@ -104,18 +107,22 @@ class Handle:
         with self._changed:
             return self._take()
 
+    def stop(self, count: int) -> None:
+        """End the request, whose first `count` tokens make its output; called by delivery."""
+        self._owner.finish(self.sample, count)
+
     def push(self, ids: Sequence[int], text: str) -> None:
         """Add output that came; called by delivery."""
         with self._changed:
-            self._ids.extend(ids)
-            self._text.append(text)
-            self._notify()
+            self._add(ids, text)
+            # NOTE: who waits for the whole output is not woken for a part of it.
+            if self._streaming and (ids or text):
+                self._notify()
 
     def finish(self, output: RequestOutput, ids: Sequence[int], text: str) -> None:
         """Set the outcome, with the output that was not pushed yet; called by delivery."""
         with self._changed:
-            self._ids.extend(ids)
-            self._text.append(text)
+            self._add(ids, text)
             self._output = output
             self._notify()
 
@@ -137,13 +144,18 @@ class Handle:
         assert self._output is not None
         return self._output
 
+    def _add(self, ids: Sequence[int], text: str) -> None:
+        self._ids.extend(ids)
+        if text:
+            self._text.append(text)
+
     def _has_news(self) -> bool:
-        return bool(self._ids) or self.done
+        return bool(self._ids or self._text) or self.done
 
     def _take(self) -> Delta:
         """Return what has come since the last call; raise what the request failed with."""
         reason: FinishReason | None = None
-        if not self._ids:
+        if not self._ids and not self._text:
             reason = self._outcome().finish_reason
         elif self._output is not None:
             reason = self._output.finish_reason

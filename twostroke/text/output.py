@@ -14,7 +14,8 @@ class Delta:
     Attributes:
         text: never ends inside a UTF-8 character; the join over all deltas is the output's text. Empty without a
             tokenizer.
-        token_ids: the join over all deltas is the output's token ids.
+        token_ids: the join over all deltas is the output's token ids. Of a request with stop strings those whose text
+            was shown as a whole.
         finish_reason: set in the last delta.
     """
 
@@ -31,7 +32,7 @@ class RequestOutput:
         request_id: as given at submit, or made by the engine.
         index: place of the prompt in the call to `generate`; 0 elsewhere.
         prompt_token_ids: the prompt as the model saw it.
-        token_ids: the generated ids; a stop token is the last of them.
+        token_ids: the generated ids; a stop token is the last of them. Of a stop string see `SamplingParams.stop`.
         text: their text, without the stop token and special tokens; None if the model has no tokenizer.
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         error: what went wrong, where the reason is `error`.
