@@ -169,6 +169,7 @@ class Workshop:
         self.samples: list[Sample] = []
         self.finals: list[Sample] = []
         self.streams: dict[Sample, list[int]] = {}
+        self.cuts: dict[Sample, int] = {}
         self._user_of_row: dict[int, Sample] = {}
         self._row_of: dict[Sample, int] = {}
         self._owner: dict[tuple[int, int], Sample] = {}
@@ -190,6 +191,17 @@ class Workshop:
     def cancel(self, sample: Sample) -> Committed:
         before = self._running_rows()
         return self._take(self.scheduler.cancel(sample), before)
+
+    def known_outputs(self, sample: Sample) -> int:
+        return len(self.scheduler._known_tokens(sample)) - sample.prompt_len
+
+    def finish(self, sample: Sample, count: int) -> Committed:
+        """End `sample` after `count` output tokens, as a stop string does."""
+        before = self._running_rows()
+        committed = self._take(self.scheduler.finish(sample, count), before)
+        if committed.finished:
+            self.cuts[sample] = count
+        return committed
 
     def stream(self, sample: Sample) -> None:
         self.streams.setdefault(sample, [])
@@ -286,14 +298,18 @@ class Workshop:
         """The sample's output is the oracle's; of a cancelled one, its beginning."""
         expected, reason = oracle(sample.request, self.device.nan_at.get(sample.request.seed))
         output = sample.output.tolist()
-        if sample.finish_reason is FinishReason.CANCELLED:
+        if sample in self.cuts:
+            assert (output, sample.finish_reason) == (expected[: self.cuts[sample]], FinishReason.STOP)
+            assert len(output) == self.cuts[sample]
+        elif sample.finish_reason is FinishReason.CANCELLED:
             assert output == expected[: len(output)]
         else:
             assert (output, sample.finish_reason) == (expected, reason)
         assert sample.state is SampleState.FINISHED
         assert (sample.error is not None) == (sample.finish_reason is FinishReason.ERROR)
         if sample in self.streams:
-            assert self.streams[sample] == output
+            streamed = self.streams[sample]
+            assert (streamed[: len(output)] if sample in self.cuts else streamed) == output
 
     def check_all(self) -> None:
         for sample in self.samples:

@@ -91,7 +91,8 @@ BAD_PARAMETERS = [
     *[("max_tokens", value) for value in (0, -1, 1.5, "8", math.nan, True)],
     *[("min_tokens", value) for value in (-1, 9, 1.5, None)],
     *[("seed", value) for value in (-1, 2**64, 1.5, "1")],
-    *[("ignore_eos", value) for value in (1, None, "no")],
+    *[(name, value) for name in ("ignore_eos", "include_stop", "skip_special_tokens") for value in (1, None, "no")],
+    *[("stop", value) for value in ("", [""], 5, b"ab", [b"ab"], {"ab"}, [3], [None], "x" * 257, ["x"] * 65)],
     *[("stop_token_ids", value) for value in (None, 5, "ab", [VOCABULARY], [-1], [1.5], [True], list(range(33)))],
 ]
 
@@ -108,11 +109,31 @@ def test_a_bad_parameter_is_refused_by_name_and_value(engine, beside, tokens, na
     assert engine.generate(PROMPT, greedy())[0].token_ids == tokens
 
 
-@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "n", "repetition_penalty", "stop", "forced_eos_token_id"])
+@pytest.mark.parametrize("name", ["no_repeat_ngram_size", "n", "repetition_penalty", "forced_eos_token_id"])
 def test_a_parameter_that_does_not_exist_is_refused_by_name(name):
     """R08, R12, C24: nothing is accepted and ignored."""
     with pytest.raises(InvalidRequest, match=f"{name}=4 is not a sampling parameter"):
         SamplingParams(**{name: 4})
+
+
+def test_a_bad_stop_string_is_named_by_its_place(engine):
+    """R08: with the characters or strings that there are, and how many there can be."""
+    for stop, message in (
+        (["a", ""], r"stop\[1\]='' must have 1 to 256 characters, not 0"),
+        (["a", "b" * 257], r"stop\[1\]='b+' must have 1 to 256 characters, not 257"),
+        (["a", "b", 3], r"stop\[2\]=3 must be a string"),
+        (["a"] * 65, r"stop=.* has 65 strings, at most 64"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            SamplingParams(stop=stop).validate()
+    SamplingParams(stop=["b" * 256] * 64).validate()
+
+
+def test_stop_strings_need_a_tokenizer(engine, beside):
+    with pytest.raises(InvalidRequest, match=r"stop=\['ab'\]: this model has no tokenizer"):
+        engine.submit(PROMPT, greedy(stop=["ab"]))
+    with pytest.raises(InvalidRequest, match="stop='ab'"):
+        engine.generate([PROMPT, PROMPT], [greedy(), greedy(stop="ab")])
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3, [greedy(), greedy()], []])
@@ -161,6 +182,8 @@ EDGES = {
     "the largest temperature": (dict(temperature=1e300), False),
     "the largest seed": (dict(seed=2**64 - 1), False),
     "C22 no stop ids": (dict(temperature=0, stop_token_ids=[]), True),
+    "C22 no stop strings": (dict(temperature=0, stop=[]), True),
+    "stop settings without a stop": (dict(temperature=0, include_stop=True, skip_special_tokens=False), True),
     "32 stop ids": (dict(temperature=0, stop_token_ids=list(range(480, 512)), min_tokens=8), False),
 }
 

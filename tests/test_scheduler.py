@@ -292,6 +292,51 @@ def test_a17_cancel_at_every_moment(depth, turns):
     finish(shop)
 
 
+@every_depth
+@pytest.mark.parametrize("dropped", [0, 1, 3])
+def test_a_finish_from_outside_at_every_moment(depth, dropped):
+    """Before admission, in each chunk, decoding with steps in flight, and when it has ended by itself."""
+    counts = set()
+    for turns in range(16):
+        shop = Workshop(depth=depth, usable_blocks=20, block_size=4, max_step_tokens=6, max_rows=3)
+        victim = shop.submit(10, 8)
+        shop.stream(victim)
+        for _ in range(3):
+            shop.submit(5, 8)
+        for _ in range(turns):
+            shop.turn()
+        ended = victim.state is SampleState.FINISHED
+        count = max(0, shop.known_outputs(victim) - dropped)
+        assert shop.finish(victim, count).finished == ([] if ended else [victim])
+        assert shop.finish(victim, 0).finished == []
+        assert victim.finish_reason is (FinishReason.LENGTH if ended else FinishReason.STOP)
+        finish(shop)
+        counts.add((ended, count))
+    assert {(True, 8 - dropped), (False, 0), (False, 7 - dropped)} <= counts
+
+
+@every_depth
+@pytest.mark.parametrize("moment", ["token in flight", "waiting", "prefilling again"])
+def test_a_finish_from_outside_of_a_preempted_sample(depth, moment):
+    """It has more tokens than the stop string leaves it, and no row, or a row that computes them anew."""
+    shop = Workshop(depth=depth, block_size=16, usable_blocks=7, max_chunk_tokens=12)
+    older, younger = shop.submit(34, 35), shop.submit(34, 35)
+    while not shop.scheduler.stats().preemptions:
+        shop.turn()
+    if moment != "token in flight":
+        while younger in shop.scheduler.row_of:
+            shop.turn()
+    if moment == "prefilling again":
+        while younger.state is SampleState.WAITING:
+            shop.turn()
+        assert shop.scheduler.row_of[younger] in shop.scheduler.prefilling
+    count = shop.known_outputs(younger) - 2
+    assert count > 0
+    assert shop.finish(younger, count).finished == [younger]
+    finish(shop)
+    assert len(older.output) == 35
+
+
 def test_a12_what_a_finished_sample_had_rests_until_its_last_step_is_committed():
     shop = Workshop(depth=2, usable_blocks=8, block_size=4, max_rows=1)
     stop = oracle(shop.submit(4, 9).request)[0][2]

@@ -55,6 +55,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.shop.cancel(sample).finished == ([] if ended else [sample])
         assert ended or sample.finish_reason is FinishReason.CANCELLED
 
+    @precondition(lambda self: self.shop.samples)
+    @rule(which=st.integers(0, 30), dropped=st.integers(0, 4))
+    def finish(self, which, dropped):
+        sample = self.shop.samples[which % len(self.shop.samples)]
+        ended = sample.state is SampleState.FINISHED
+        count = max(0, self.shop.known_outputs(sample) - dropped)
+        assert self.shop.finish(sample, count).finished == ([] if ended else [sample])
+
     @precondition(lambda self: self.alive())
     @rule(which=st.integers(0, 30))
     def stream(self, which):
