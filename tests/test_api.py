@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from engines import MODES, running
+from scripted import Scripted
 from watching import PATIENCE, quiet
 
 from twostroke import Engine, InvalidRequest, SamplingParams
@@ -165,29 +166,6 @@ def test_the_deltas_of_text_make_the_text(smollm2_dir, mode):
             late = beside.result(PATIENCE)
             (delta,) = beside
             assert (delta.text, delta.token_ids) == (late.text, late.token_ids)
-
-
-class Scripted:
-    """Makes a model say given tokens, whatever it would say itself; beyond them, the last for ever."""
-
-    def __init__(self, engine, prompt_len, ids):
-        self.model, self.prompt_len, self.ids = engine.model, prompt_len, ids
-        self.original = self.model.forward
-        self.model.forward = self.forward
-
-    def forward(self, step, attention):
-        logits = self.original(step, attention)
-        positions = step.positions if step.sample_index is None else step.positions[step.sample_index]
-        for row, position in enumerate(positions.tolist()):
-            place = min(max(position + 1 - self.prompt_len, 0), len(self.ids) - 1)
-            logits[row, self.ids[place]] = 1e4
-        return logits
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        del self.model.forward
 
 
 @pytest.mark.parametrize("way", ["for", "async for"])
