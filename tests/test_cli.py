@@ -12,13 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
+from scripted import save_small
 from typer.testing import CliRunner
 
 import twostroke
 from twostroke import EngineDead, InvalidRequest, SamplingParams
 from twostroke.bench.measure import Measured
 from twostroke.cli import demo as demo_module
-from twostroke.cli.flags import EngineFlags, SamplingFlags
+from twostroke.cli.flags import EngineFlags, SamplingFlags, with_flags
 from twostroke.cli.main import app
 from twostroke.cli.prompts import gather
 
@@ -106,6 +108,10 @@ def test_chat_makes_texts_into_chats_and_leaves_chats(tmp_path: Path) -> None:
         ({"prompt": "x", "top_p": 0}, "top_p=0"),
         ({"prompt": "x", "max_tokens": "many"}, "max_tokens='many'"),
         ({"prompt": "x", "temperature": None}, "temperature=None"),
+        ({"prompt": "x", "stop": ["a", ""]}, "stop[1]=''"),
+        ({"prompt": "x", "stop": 3}, "stop=3"),
+        ({"prompt": "x", "include_stop": "yes"}, "include_stop='yes'"),
+        ({"prompt": "x", "skip_special_tokens": 0}, "skip_special_tokens=0"),
     ],
 )
 def test_a_bad_json_line_is_named(tmp_path: Path, line: object, message: str) -> None:
@@ -130,6 +136,54 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None
     assert "--prompts-file" in result.stderr
 
 
+def test_stop_strings_and_special_tokens(smollm2_dir: Path, tmp_path: Path) -> None:
+    """As flags, and as keys of a line, which take the place of the flags."""
+    model = save_small(smollm2_dir, tmp_path / "model")
+    common = (
+        "generate",
+        "--model",
+        model,
+        "--device",
+        "cpu",
+        "--num-blocks",
+        "64",
+        "--temperature",
+        "0",
+        "--ignore-eos",
+    )
+    common += ("--max-tokens", "12", "--json")
+    text = json.loads(run(*common, "--prompt", "Once upon").stdout)["text"]
+    middle, late = text[10:14], text[20:24]
+    assert text.index(middle) == 10
+
+    def texts(*flags: object) -> list[str]:
+        return [json.loads(line)["text"] for line in run(*common, *flags).stdout.splitlines()]
+
+    assert texts("--prompt", "Once upon", "--stop", late, "--stop", middle) == [text[:10]]
+    assert texts("--prompt", "Once upon", "--stop", middle, "--include-stop") == [text[:14]]
+    lines = ({"stop": [late, middle]}, {"stop": middle, "include_stop": True}, {"stop": None}, {})
+    path = lines_file(tmp_path, *({"prompt": "Once upon", **line} for line in lines))
+    assert texts("--prompts-file", path, "--stop", text[5:8]) == [text[:10], text[:14], text, text[:5]]
+
+
+def test_flags_of_text_reach_the_parameters() -> None:
+    flags = SamplingFlags(stop=["a", "b"], include_stop=True, skip_special_tokens=False)
+    assert flags.params() == SamplingParams(stop=["a", "b"], include_stop=True, skip_special_tokens=False)
+    for spelled, skip in (("--no-skip-special-tokens", False), ("--skip-special-tokens", True)):
+        seen: list[SamplingFlags] = []
+        app_of_one = typer.Typer()
+        app_of_one.command()(with_flags(typed(seen)))
+        assert CliRunner().invoke(app_of_one, [spelled]).exit_code == 0
+        assert seen[0].skip_special_tokens is skip
+
+
+def typed(seen: list[SamplingFlags]):
+    def command(sampling: SamplingFlags) -> None:
+        seen.append(sampling)
+
+    return command
+
+
 # What is refused
 
 
@@ -140,6 +194,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None
         (("--temperature", "nan"), "temperature=nan"),
         (("--max-tokens", "0"), "max_tokens=0"),
         (("--min-tokens", "9", "--max-tokens", "8"), "min_tokens=9"),
+        (("--stop", ""), "stop[0]=''"),
         (("--slots", "0"), "slots=0"),
         (("--loop", "both"), "loop='both'"),
         (("--model", "./nowhere"), "model='./nowhere'"),

@@ -9,7 +9,7 @@ import pytest
 from engines import MODES, running
 from watching import PATIENCE, quiet, wait_until
 
-from twostroke import Delta, SamplingParams
+from twostroke import Delta, Handle, SamplingParams
 
 PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
 TOO_LONG = 1800
@@ -113,6 +113,29 @@ def test_a_slow_consumer_gets_merged_deltas(engine, alone):
     rest = list(stream)
     assert len(rest) == 1
     assert first.token_ids + rest[0].token_ids == alone[0]
+
+
+class NoOwner:
+    def cancel(self, sample): ...
+
+    def stream(self, sample): ...
+
+    def finish(self, sample, count): ...
+
+
+def test_text_may_come_before_its_token_and_a_token_without_text():
+    """Of a request with stop strings: a consumer gets either at once, and nothing for nothing."""
+    handle = Handle(None, NoOwner())
+    handle.begin_stream()
+    taken = []
+    consumer = threading.Thread(target=lambda: taken.extend([handle.next_delta(), handle.next_delta()]), daemon=True)
+    consumer.start()
+    handle.push([], "")
+    handle.push([], "a")
+    wait_until(lambda: not handle._text)
+    handle.push([7], "")
+    consumer.join(PATIENCE)
+    assert taken == [Delta("a", []), Delta("", [7])]
 
 
 def test_result_with_a_timeout(engine, beside):

@@ -154,6 +154,29 @@ def test_runs_of_byte_tokens(name: str, raw: bytes, text: str, cuts: list[int]) 
     assert "".join(deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["smollm2", *SMALL])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_nothing_held_is_all_text_given(smollm2: Tokenizer, name: str, data: st.DataObject) -> None:
+    """At such a moment the text so far is the decode of the ids so far, which may be asked for."""
+    tokenizer = smollm2 if name == "smollm2" else SMALL[name]
+    ids = data.draw(st.lists(st.integers(0, min(tokenizer.vocab_size, 300)), min_size=1, max_size=12))
+    detokenizer, text = Detokenizer(tokenizer), ""
+    assert not detokenizer.holds
+    for count, token in enumerate(ids, 1):
+        text += detokenizer.push([token])
+        assert detokenizer.holds or text == tokenizer.decode(ids[:count])
+
+
+def test_half_a_character_is_held(smollm2: Tokenizer) -> None:
+    ids, detokenizer = smollm2.encode("a" + FACE + "b"), Detokenizer(smollm2)
+    held = []
+    for token in ids:
+        detokenizer.push([token])
+        held.append(detokenizer.holds)
+    assert held == [False, *[True] * (len(ids) - 3), False, False]
+
+
 @pytest.mark.parametrize("name", STREAMED)
 def test_text_streams(name: str) -> None:
     """Held back is only what may still change: each ordinary token brings its own text at once."""
@@ -161,6 +184,9 @@ def test_text_streams(name: str) -> None:
     word = 1 + (PIECES.index("lo") if tokenizer.vocab_size > 100 else SUBWORDS.index("play"))
     got = deltas(tokenizer, [word] * 5)
     assert all(delta.strip() in ("lo", "play") for delta in got[:-1])
+    detokenizer = Detokenizer(tokenizer)
+    detokenizer.push([word])
+    assert not detokenizer.holds
     assert got[-1] == ""
 
 

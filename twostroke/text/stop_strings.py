@@ -54,7 +54,8 @@ class StopSearch:
 class StopStream:
     """What was handed over of a sample that has stop strings.
 
-    Text is handed over as soon as it can't be part of a stop string, a token once all of its text was.
+    Text is searched when the detokenizer gives it; text is handed over as soon as it can't be part of a stop string, a
+    token once all of its text was.
 
     Where tokens and text meet is decided by T(k), the decode of the first k tokens. It is a beginning of the whole text
     unless it ends within a character.
