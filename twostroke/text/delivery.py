@@ -187,9 +187,8 @@ class Delivery:
             return
         handle, index = entry
         ids = sample.output.tolist()
-        # A sample that nobody asked to end and that has stopped ends with its stop token.
-        at_token = stream.kept is None and sample.finish_reason == FinishReason.STOP
-        spoken = ids[:-1] if at_token else ids
+        # NOTE: at a stop string the stream drops what follows, so here a stop is always that of a stop token.
+        spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
         rest, text = stream.finish(spoken)
         if stream.kept is None:
             rest = rest + ids[len(spoken) :]
