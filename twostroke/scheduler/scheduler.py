@@ -46,7 +46,7 @@ class Scheduler:
         max_rows: rows of the device's batch state; row `max_rows` is the dummy row.
         max_step_tokens: most tokens of a step. No more rows than this are used at a time.
         max_model_len: most tokens of a sample, prompt and output.
-        block_size: positions of a block. num_blocks: blocks of each of the `num_groups` cache groups, the dummy block included.
+        block_size: positions of a block. num_blocks: blocks of each of `num_groups` cache groups, with the dummy block.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
         debug: check the invariants after every plan and commit; slow.
     """
