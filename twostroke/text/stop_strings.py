@@ -124,7 +124,7 @@ class StopStream:
         self._size += len(text)
         if final:
             self._ends.append((len(self._ids), self._size))
-        if self._start is None and (text or final):
+        if self._start is None and len(self._ids) >= self._min_tokens and (text or final):
             self._start = self._find_start()
             text = "" if self._start is None else text[len(text) - (self._size - self._start) :]
         if self._start is not None:
