@@ -128,6 +128,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None
     result = run("generate", "--prompts-file", path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--prompts-file" in result.stderr
+    assert result.stderr.count(str(path)) <= 1
 
 
 # What is refused
@@ -165,6 +166,12 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(tmp_path: Path) -
     assert f"{path}:2: prompt[1]=1000000" in result.stderr
 
 
+def test_text_for_a_model_without_a_tokenizer_is_refused_with_a_way_out() -> None:
+    result = run("generate", *TINY, "--prompt", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert 'no tokenizer, give token ids (a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]})' in result.stderr
+
+
 # The engine behind it
 
 
@@ -192,7 +199,8 @@ def test_plain_output_has_headings_and_a_closing_line(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("---")] == ["--- 1 ---", "--- 2 ---"]
     assert len(lines[1].split()) == 4
-    assert re.fullmatch(r"8 tokens in \d+\.\d\d s: \d+\.\d tokens/s", lines[-1])
+    assert re.fullmatch(r"8 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", result.stderr)
+    assert "tokens/s" not in result.stdout
 
 
 def process(*arguments: object) -> subprocess.Popen[bytes]:

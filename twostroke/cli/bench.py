@@ -36,7 +36,7 @@ def bench(
     max_step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one step; the benchmark's own number if not given.")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="Of an hour of the device, in dollars; for --loop both.")] = 5.0,
+    price: Annotated[float, typer.Option(min=0, help="Of an hour of the GPU, in dollars; for --loop both.")] = 5.0,
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
     ] = None,
@@ -74,10 +74,12 @@ LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 def _print_result(result: Result, price: float) -> None:
     typer.echo(f"{result.benchmark} on {machine_of(result)}, {result.date[:10]}")
     typer.echo(", ".join(f"{key} {value}" for key, value in result.workload.items()))
-    typer.echo("the median repetition of each engine and case; speed is relative to the fastest\n")
-    _print_table(table_of(result))
+    table = table_of(result)
+    speed = "; speed is relative to the fastest" if "speed" in table.columns else ""
+    typer.echo(f"the median repetition of each engine and case{speed}\n")
+    _print_table(table)
     comparison = compare(result, price)
-    if comparison is not None:
+    if comparison is not None and result.gpu is not None:
         typer.echo()
         _print_table(comparison.table())
     for peer, failure in result.failures.items():

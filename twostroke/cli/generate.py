@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ..text.handle import Handle
     from ..text.output import RequestOutput
 
+TOKEN_IDS = 'a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]}'
+
 
 @with_flags
 def generate(
     sampling: SamplingFlags,
     engine: EngineFlags,
-    prompt: Annotated[list[str] | None, typer.Option(help="Raw text to continue; may be repeated.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, or to answer with --chat; may be repeated.")] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +68,9 @@ def _submit(engine: Engine, job: Job) -> Handle:
     try:
         return engine.submit(job.prompt, job.params)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{job.source}: {error}") from error
+        text_without_tokenizer = engine.tokenizer is None and not isinstance(job.prompt, list)
+        hint = f" ({TOKEN_IDS})" if text_without_tokenizer else ""
+        raise InvalidRequest(f"{job.source}: {error}{hint}") from error
 
 
 class _JsonLines:
@@ -117,4 +121,4 @@ class _Text:
 
     def close(self, outputs: list[RequestOutput], seconds: float) -> None:
         tokens = sum(len(output.token_ids) for output in outputs)
-        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)
