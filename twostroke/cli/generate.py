@@ -27,7 +27,9 @@ TOKEN_IDS = 'a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]}'
 def generate(
     sampling: SamplingFlags,
     engine: EngineFlags,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, or to answer with --chat; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, or to answer with --chat; may be repeated.")
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(
