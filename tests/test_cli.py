@@ -172,6 +172,18 @@ def test_text_for_a_model_without_a_tokenizer_is_refused_with_a_way_out() -> Non
     assert 'no tokenizer, give token ids (a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]})' in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"), [(("profile", *TINY[:2], "--rows", "1"), "--out"), (("bench", "cpu-step"), "--json")]
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, command: tuple[str, ...], flag: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(*command, flag, tmp_path / "file" / "folder")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"twostroke: {flag} {tmp_path}/file/folder: Not a directory\n"
+
+
 # The engine behind it
 
 

@@ -14,6 +14,7 @@ from ..bench.registry import BENCHMARKS, find
 from ..bench.result import Result
 from ..bench.summary import Table, compare, machine_of, table_of
 from ..errors import InvalidConfig
+from .folders import make_folder
 from .table import print_table
 
 NAMES = "\n\n".join(f"{benchmark.name}: {benchmark.summary}." for benchmark in BENCHMARKS.values())
@@ -60,6 +61,8 @@ def bench(
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
     )
+    if json_file is not None:
+        make_folder(json_file.parent if json_file.suffix == ".json" and not json_file.is_dir() else json_file, "--json")
     result = benchmark.run(options, lambda line: typer.echo(line, err=True))
     if result.commit is None:
         result = replace(result, commit=commit)
