@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 
 import pytest
@@ -122,6 +123,11 @@ def test_result_with_a_timeout(engine, beside):
     with pytest.raises(TimeoutError):
         handle.result(timeout=0)
     assert len(handle.result(PATIENCE).token_ids) == 200
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, math.nan, 10**400])
+def test_a_timeout_beyond_every_clock_is_none(engine, alone, timeout):
+    assert engine.submit(PROMPT, greedy(40)).result(timeout).token_ids == alone[0]
 
 
 def test_leaving_a_for_loop_cancels(engine, beside, alone):

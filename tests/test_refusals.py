@@ -62,6 +62,9 @@ BAD_PROMPTS = {
     "R07 matrix": (np.ones((2, 2), int), "prompt=array"),
     "R07 scalar": (np.array(3), "prompt=array"),
     "bytes": (b"abc", "prompt=b'abc' must be a string"),
+    "mutable bytes": (bytearray(b"abc"), r"prompt=bytearray\(b'abc'\) must be a string"),
+    "a view of bytes": (memoryview(b"abc"), "prompt=<memory at .*must be a string"),
+    "C19 R07 beyond what has a repr": ([5, 10**5000], r"prompt\[1\]=<int: .*must be a token id"),
     "number": (7, "prompt=7 must be a string"),
     "nothing": (None, "prompt=None must be a string"),
     "text without a tokenizer": ("hello", "prompt='hello': this model has no tokenizer"),
@@ -105,6 +108,28 @@ def test_a_bad_parameter_is_refused_by_name_and_value(engine, beside, tokens, na
     shown = value[0] if isinstance(value, list) and len(value) == 1 else value
     assert name in str(refused.value)
     assert repr(shown) in str(refused.value)
+    assert engine.generate(PROMPT, greedy())[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, 10**5000) for name in ("temperature", "top_p", "seed")],
+        ("top_k", -(10**5000)),
+        ("min_tokens", 10**5000),
+        ("max_tokens", "8" * 1_000_000),
+        ("stop_token_ids", list(range(VOCABULARY)) * 1000),
+        ("stop_token_ids", np.array(5)),
+        ("stop_token_ids", bytearray(b"ab")),
+        ("stop_token_ids", memoryview(b"ab")),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else type(value).__name__,
+)
+def test_a_value_that_makes_a_bad_message_is_refused_like_any_other(engine, tokens, name, value):
+    """C03, R07: a million tokens, an integer without a repr, an array without dimensions."""
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        engine.submit(PROMPT, SamplingParams(**{"max_tokens": 8, name: value}))
+    assert len(str(refused.value)) < 2000
     assert engine.generate(PROMPT, greedy())[0].token_ids == tokens
 
 

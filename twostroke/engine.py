@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import reprlib
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from .build import build
 from .config import EngineConfig
 from .device.streams import Device
-from .errors import InvalidRequest, TwostrokeError
+from .errors import InvalidRequest, TwostrokeError, shown
 from .inbox import Command
 from .lifecycle import Lifecycle
 from .progress import Progress
@@ -203,7 +202,7 @@ class Engine:
     def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
         name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"request_id={request_id!r} must be a string that is not empty")
+            raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
         ids = encode_prompt(prompt, self.tokenizer)
         seed = self._seeds.getrandbits(SEED_BITS)
         request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
@@ -250,7 +249,7 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise InvalidRequest(f"params={reprlib.repr(params)} must be a SamplingParams or a list of them")
+        raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
     if len(params) != count:
         raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
     return list(params)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 from ..request import FinishReason, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
@@ -80,7 +80,7 @@ class Delivery:
         """
         with self._lock:
             if handle.request_id in self._ids:
-                raise InvalidRequest(f"request_id={handle.request_id!r} is in use by a request that has not ended")
+                raise InvalidRequest(f"request_id={shown(handle.request_id)} is in use by a request that has not ended")
             self._ids.add(handle.request_id)
             self._handles[handle.sample] = (handle, index)
 

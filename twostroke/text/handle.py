@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from ..errors import fresh
+from ..errors import fresh, shown
 from ..request import FinishReason, Sample
 from .output import Delta, RequestOutput
 
@@ -60,20 +60,21 @@ class Handle:
         """Wait for the whole output.
 
         Args:
-            timeout: seconds to wait at most; None is for ever.
+            timeout: seconds to wait at most; None, or more than a clock can count, is for ever.
 
         Raises:
             TimeoutError: the request goes on; call again or cancel it.
             EngineDead, EngineClosed: the engine ended before the request.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"request {self.request_id!r} has not ended within timeout={timeout} s")
+            raise TimeoutError(f"request {shown(self.request_id)} has not ended within timeout={timeout} s")
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended; False if `timeout` seconds went by before that."""
+        seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
         with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
+            return self._changed.wait_for(lambda: self.done, seconds)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._result_async().__await__()

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from ..errors import InvalidRequest, UnsupportedModel
+from ..errors import InvalidRequest, UnsupportedModel, shown
 from .chat import ChatTemplate, Message, find_template
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -58,7 +58,7 @@ class Tokenizer:
             InvalidRequest: `text` is not a string, or not one that UTF-8 can hold (a lone surrogate).
         """
         if not isinstance(text, str):
-            raise InvalidRequest(f"text must be a string, not {text!r}")
+            raise InvalidRequest(f"text must be a string, not {shown(text)}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
