@@ -57,7 +57,9 @@ class EngineStats:
 
 
 class Engine:
-    """An inference engine for one model on one device. A context manager; safe to use from any thread.
+    """An inference engine for one model on one device. A context manager.
+
+    Safe to use from any thread of the process that made it; in a forked child, calls raise `EngineClosed`.
 
     Args:
         model: `smollm2-135m` (the embedded default), a preset with random weights (`llama-3.1-8b`, `llama-3.2-1b`,

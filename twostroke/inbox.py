@@ -56,6 +56,12 @@ class Inbox:
                     self._commands.append(last)
             self._arrived.notify_all()
 
+    def end_in_child(self, reason: Exception) -> None:
+        """Refuse all commands in a forked child: the thread that takes them, and may hold the lock, is not there."""
+        self._arrived = threading.Condition()
+        self._commands.clear()
+        self._closed = reason
+
     @property
     def open(self) -> bool:
         """True until the inbox is closed and its last command was taken."""

@@ -105,6 +105,14 @@ class Delivery:
         for handle in handles:
             handle.fail(error)
 
+    def end_in_child(self, error: Exception) -> None:
+        """Make every request fail in a forked child: the worker, which may hold the locks, is not there."""
+        self._lock = threading.Lock()
+        for handle, _ in self._handles.values():
+            handle.end_in_child(error)
+        self._handles.clear()
+        self._ids.clear()
+
     def close(self) -> None:
         """Hand over what is queued, then end the worker and wait for that."""
         self._queue.put(_STOP)

@@ -127,6 +127,12 @@ class Handle:
                 self._error = error
                 self._notify()
 
+    def end_in_child(self, error: Exception) -> None:
+        """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
+        self._changed = threading.Condition()
+        self._waiters.clear()
+        self.fail(error)
+
     def cancel_if_deserted(self) -> None:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
         if any(loop.is_closed() for loop, _ in tuple(self._waiters)):
