@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def test_chat_makes_texts_into_chats_and_leaves_chats(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        pytest.param("[" * 200_000, "not JSON", id="brackets without end"),
         ("[1, 2]", "must be a string, or an object"),
         ({"prompt": "x", "temprature": 1}, "unknown key 'temprature'"),
         ({"max_tokens": 1}, "exactly one of"),
@@ -240,6 +242,37 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     running.stdout.close()
     assert running.wait(timeout=30) != 0
     assert running.stderr.read() == b""
+
+
+def shell(redirection: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = shlex.join([sys.executable, "-m", "twostroke", *map(str, arguments)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_stdout_that_is_closed_costs_nothing_but_the_text(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    done = shell(">&-", "generate", *TINY, "--prompts-file", path, "--max-tokens", "3", *flags)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_disk_is_one_line_on_stderr(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    done = shell(">/dev/full", "generate", *TINY, "--prompts-file", path, "--max-tokens", "3", *flags)
+    assert done.returncode != 0
+    assert b"twostroke: [Errno 28]" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_terminal_cannot_show_does_not_end_the_run(smollm2_dir: Path, encoding: str) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--prompt", "日本語を話します。私は")
+    done = shell("", "generate", "--model", smollm2_dir, "--device", "cpu", *flags, PYTHONIOENCODING=encoding)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert done.stdout.strip()
 
 
 # Outcomes that a healthy engine does not give at will

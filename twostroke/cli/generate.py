@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -113,8 +112,7 @@ class _Text:
         if self.headings:
             typer.echo(f"--- {index + 1} ---")
         for delta in handle:
-            sys.stdout.write("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text)
-            sys.stdout.flush()
+            typer.echo("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text, nl=False)
         typer.echo("\n" if self.headings else "")
         output = handle.result()
         if output.error is not None:

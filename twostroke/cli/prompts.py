@@ -77,7 +77,7 @@ def _text_job(line: str, params: SamplingParams, chat: bool, source: str) -> Job
 def _json_job(line: str, params: SamplingParams, chat: bool, source: str) -> Job:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{source}: not JSON: {error}") from error
     try:
         prompt, overrides = _split(value)
