@@ -217,6 +217,23 @@ def test_max_tokens_is_exact_and_clamped_to_the_context(engine, beside, tokens, 
     assert output.finish_reason == "length"
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_a_prompt_that_fills_the_cache_gets_its_one_token(mode, block_size):
+    """F05, B02: the last token of a sample needs no position; at one block of one position it is all there is."""
+    with running("sync") as engine:
+        expected = engine.generate([5] * 3 * block_size, greedy(1))[0].token_ids
+        first = engine.generate([5], greedy(1))[0].token_ids
+    with running(mode, num_blocks=4, block_size=block_size) as engine:
+        assert engine.generate([[5] * 3 * block_size] * 3, greedy(None))[2].token_ids == expected
+        with pytest.raises(InvalidRequest, match=f"{3 * block_size + 1} tokens"):
+            engine.submit([5] * (3 * block_size + 1), greedy(1))
+        quiet(engine)
+    with running(mode, num_blocks=2, block_size=1) as engine:
+        assert engine.generate([5], greedy(None))[0].token_ids == first
+        quiet(engine)
+
+
 def test_the_longest_prompt(engine, beside):
     output = engine.generate([5] * (LENGTH - 1), greedy(None))[0]
     assert len(output.token_ids) == 1
