@@ -82,7 +82,7 @@ def _print_result(result: Result, price: float) -> None:
     typer.echo(f"the median repetition of each engine and case{speed}\n")
     _print_table(table)
     comparison = compare(result, price)
-    if comparison is not None and result.gpu is not None:
+    if comparison is not None:
         typer.echo()
         _print_table(comparison.table())
     for peer, failure in result.failures.items():
