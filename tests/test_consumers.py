@@ -218,6 +218,18 @@ def test_a_closed_asyncio_loop_cancels_its_requests(engine, beside, consume):
     task._log_destroy_pending = False
 
 
+def test_a_loop_that_is_closed_before_a_wake_up_gets_through_cancels_its_request(engine, beside):
+    """R04: the consumer was called, but its loop did not turn again before it was closed."""
+    handle = engine.submit(PROMPT, greedy(TOO_LONG))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(iterate(handle))
+    loop.run_until_complete(asyncio.sleep(0))
+    wait_until(handle._has_news)
+    loop.close()
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
+    task._log_destroy_pending = False
+
+
 def test_someone_else_can_still_wait_when_an_asyncio_loop_was_closed(engine, alone):
     """R04: the waiters of one handle do not depend on each other."""
     handle = engine.submit(PROMPT, greedy(40))

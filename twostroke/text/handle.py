@@ -23,6 +23,22 @@ class Owner(Protocol):
         """Have its tokens handed over as they come, from the first one on. Never raises."""
 
 
+class _Waiter:
+    """A task that waits for news, in the asyncio loop that made it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.event = asyncio.Event()
+        self._woken = False
+
+    def wake(self) -> None:
+        """Wake the task, once. A closed loop cannot be woken, and must not hurt the others."""
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self.event.set)
+
+
 class Handle:
     """One request on its way. Safe to use from any thread, and from any asyncio loop.
 
@@ -35,7 +51,7 @@ class Handle:
         self.sample = sample
         self._owner = owner
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[_Waiter] = []
         self._ids: list[int] = []
         self._text: list[str] = []
         self._streaming = False
@@ -135,7 +151,7 @@ class Handle:
 
     def cancel_if_deserted(self) -> None:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
-        if any(loop.is_closed() for loop, _ in tuple(self._waiters)):
+        if any(waiter.loop.is_closed() for waiter in tuple(self._waiters)):
             self.cancel()
 
     def _outcome(self) -> RequestOutput:
@@ -159,27 +175,28 @@ class Handle:
         return delta
 
     def _notify(self) -> None:
-        """Wake every waiter. A closed asyncio loop cannot be woken, and must not hurt the others."""
+        """Wake every waiter."""
         self._changed.notify_all()
         self.cancel_if_deserted()
-        for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
-        self._waiters.clear()
+        for waiter in self._waiters:
+            waiter.wake()
 
     async def _wait_async(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`; whatever ends the wait early cancels the request."""
         while True:
-            event = asyncio.Event()
+            waiter = _Waiter()
             with self._changed:
                 if ready():
                     return
-                self._waiters.append((asyncio.get_running_loop(), event))
+                self._waiters.append(waiter)
             try:
-                await event.wait()
+                await waiter.event.wait()
             except BaseException:
                 self.cancel()
                 raise
+            # NOTE: not removed when it is woken, since its loop may be closed before it hears of that.
+            with self._changed:
+                self._waiters.remove(waiter)
 
     async def _result_async(self) -> RequestOutput:
         await self._wait_async(lambda: self.done)
