@@ -109,7 +109,7 @@ def _make_device(device: str | Device) -> Device:
     try:
         wanted = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise InvalidConfig(f"device={device!r} is not a device: {error}") from error
+        raise InvalidConfig(f"device={device!r} must be 'auto', 'cpu', 'cuda', or 'cuda:' and a number") from error
     if wanted.type == "cpu":
         return CpuDevice()
     if wanted.type != "cuda" or not torch.cuda.is_available():

@@ -82,7 +82,8 @@ class SamplingParams:
             value = getattr(self, name)
             number = require_number(name, value)
             if number < low or number > high or (open_low and number == low):
-                raise InvalidRequest(f"{name}={shown(value)} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
+                interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+                raise InvalidRequest(f"{name}={shown(value)} must be in {interval}")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             least = f"{MIN_TEMPERATURE:g}"
             raise InvalidRequest(f"temperature={shown(self.temperature)} must be 0 (greedy) or at least {least}")
