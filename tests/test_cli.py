@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def test_chat_makes_texts_into_chats_and_leaves_chats(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        pytest.param("[" * 200_000, "not JSON", id="brackets without end"),
         ("[1, 2]", "must be a string, or an object"),
         ({"prompt": "x", "temprature": 1}, "unknown key 'temprature'"),
         ({"max_tokens": 1}, "exactly one of"),
@@ -134,6 +136,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes | None
     result = run("generate", "--prompts-file", path)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--prompts-file" in result.stderr
+    assert result.stderr.count(str(path)) <= 1
 
 
 def test_stop_strings_and_special_tokens(smollm2_dir: Path, tmp_path: Path) -> None:
@@ -206,6 +209,24 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(tmp_path: Path) -
     assert f"{path}:2: prompt[1]=1000000" in result.stderr
 
 
+def test_text_for_a_model_without_a_tokenizer_is_refused_with_a_way_out() -> None:
+    result = run("generate", *TINY, "--prompt", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert 'no tokenizer, give token ids (a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]})' in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [(("profile", *TINY[:2], "--rows", "1"), "--out"), (("bench", "cpu-step"), "--json")]
+)
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    tmp_path: Path, command: tuple[str, ...], flag: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = run(*command, flag, tmp_path / "file" / "folder")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"twostroke: {flag} {tmp_path}/file/folder: Not a directory\n"
+
+
 # The engine behind it
 
 
@@ -233,7 +254,8 @@ def test_plain_output_has_headings_and_a_closing_line(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line for line in lines if line.startswith("---")] == ["--- 1 ---", "--- 2 ---"]
     assert len(lines[1].split()) == 4
-    assert re.fullmatch(r"8 tokens in \d+\.\d\d s: \d+\.\d tokens/s", lines[-1])
+    assert re.fullmatch(r"8 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", result.stderr)
+    assert "tokens/s" not in result.stdout
 
 
 def process(*arguments: object) -> subprocess.Popen[bytes]:
@@ -261,6 +283,37 @@ def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
     running.stdout.close()
     assert running.wait(timeout=30) != 0
     assert running.stderr.read() == b""
+
+
+def shell(redirection: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = shlex.join([sys.executable, "-m", "twostroke", *map(str, arguments)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(f"{command} {redirection}", shell=True, capture_output=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_stdout_that_is_closed_costs_nothing_but_the_text(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    done = shell(">&-", "generate", *TINY, "--prompts-file", path, "--max-tokens", "3", *flags)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_disk_is_one_line_on_stderr(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    done = shell(">/dev/full", "generate", *TINY, "--prompts-file", path, "--max-tokens", "3", *flags)
+    assert done.returncode != 0
+    assert b"twostroke: [Errno 28]" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_terminal_cannot_show_does_not_end_the_run(smollm2_dir: Path, encoding: str) -> None:
+    flags = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos", "--prompt", "日本語を話します。私は")
+    done = shell("", "generate", "--model", smollm2_dir, "--device", "cpu", *flags, PYTHONIOENCODING=encoding)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False)
+    assert done.stdout.strip()
 
 
 # Outcomes that a healthy engine does not give at will

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import threading
 
 import pytest
@@ -75,11 +77,12 @@ def test_many_coroutines_of_one_loop(engine, alone):
 
 
 def test_two_streams_read_in_turn(engine, alone):
-    first, second = (iter(engine.stream(prompt, greedy(40))) for prompt in (PROMPT, OTHER))
-    read = [next(first), next(second), next(first), next(second)]
-    rest = [list(second), list(first)]
-    assert ids_of([*read[0::2], *rest[1]]) == alone[0]
-    assert ids_of([*read[1::2], *rest[0]]) == alone[1]
+    streams = [iter(engine.stream(prompt, greedy(40))) for prompt in (PROMPT, OTHER)]
+    read = [[], []]
+    for which in (0, 1, 0, 1):
+        read[which] += itertools.islice(streams[which], 1)  # all may have come already, in one delta
+    for which in (1, 0):
+        assert ids_of([*read[which], *streams[which]]) == alone[which]
 
 
 @pytest.mark.parametrize("begin", ["at once", "late", "at the end"])
@@ -145,6 +148,11 @@ def test_result_with_a_timeout(engine, beside):
     with pytest.raises(TimeoutError):
         handle.result(timeout=0)
     assert len(handle.result(PATIENCE).token_ids) == 200
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, math.nan, 10**400])
+def test_a_timeout_beyond_every_clock_is_none(engine, alone, timeout):
+    assert engine.submit(PROMPT, greedy(40)).result(timeout).token_ids == alone[0]
 
 
 def test_leaving_a_for_loop_cancels(engine, beside, alone):
@@ -232,6 +240,18 @@ def test_a_closed_asyncio_loop_cancels_its_requests(engine, beside, consume):
     loop.close()
     assert handle.result(PATIENCE).finish_reason == "cancelled"
     assert engine.generate(PROMPT, greedy(2))[0].finish_reason == "length"
+    task._log_destroy_pending = False
+
+
+def test_a_loop_that_is_closed_before_a_wake_up_gets_through_cancels_its_request(engine, beside):
+    """R04: the consumer was called, but its loop did not turn again before it was closed."""
+    handle = engine.submit(PROMPT, greedy(TOO_LONG))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(iterate(handle))
+    loop.run_until_complete(asyncio.sleep(0))
+    wait_until(handle._has_news)
+    loop.close()
+    assert handle.result(PATIENCE).finish_reason == "cancelled"
     task._log_destroy_pending = False
 
 

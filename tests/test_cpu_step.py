@@ -1,9 +1,8 @@
 """`cpu-step`: what it measures; and, by counting calls, that the Python work of a step does not grow with rows."""
 
-import sys
-
 import numpy as np
 import pytest
+from calls import count_calls
 
 from twostroke.bench import cpu_step
 from twostroke.bench.cpu_step import Case, run_case
@@ -78,16 +77,12 @@ def calls_of_steady_steps(rows: int, waiting: int, streamed: bool, steps: int = 
 
     for _ in range(3):
         step()
-    calls = 0
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    def some_steps() -> None:
+        for _ in range(steps):
+            step()
 
-    sys.setprofile(count)
-    for _ in range(steps):
-        step()
-    sys.setprofile(None)
+    calls = count_calls(some_steps)
     assert scheduler.stats().running == rows
     return calls
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from twostroke import Engine, InvalidConfig, SamplingParams
+from twostroke.model.presets import PRESETS
 
 PROMPTS = [[5 + row] * (3 + 7 * row) for row in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -145,11 +146,26 @@ def test_a_cache_without_a_given_size_holds_all_rows_at_full_length():
     assert engine.report.num_blocks == 1 + 3 * 7
 
 
+def test_tables_that_no_memory_holds_are_refused_by_what_makes_them_large(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", {**PRESETS["tiny"], "max_position_embeddings": 10**12})
+    with pytest.raises(InvalidConfig, match=f"max_rows=65536 samples of max_model_len={10**12} .*block_size=16"):
+        Engine("tiny", device="cpu", max_rows=65536, num_blocks=8)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+def test_a_default_device_of_the_caller_is_left_alone(impl):
+    """As after torch.set_default_device("cuda"), where host buffers must still be on the host."""
+    expected = Watched(impl=impl).tokens
+    with torch.device("meta"):
+        assert Watched(impl=impl).tokens == expected
+        assert torch.zeros(1).device.type == "meta"
+
+
 def test_max_model_len():
     watched = Watched([[5] * 10], SamplingParams(max_tokens=None, ignore_eos=True), max_model_len=20)
     assert watched.engine.max_model_len == 20
     assert [len(ids) for ids in watched.tokens] == [10]
-    assert Watched([[5]]).engine.max_model_len == 63 * 16, "what the cache allows"
+    assert Watched([[5]]).engine.max_model_len == 63 * 16 + 1, "what the cache allows"
     assert Watched([[5]], num_blocks=200).engine.max_model_len == 2048, "what the model allows"
 
 

@@ -104,6 +104,15 @@ def test_bf16_logits_stay_close_to_fp32():
     assert agree >= 8
 
 
+def test_streams_are_three_and_none_is_the_default_and_host_buffers_are_pinned():
+    with running() as engine:
+        device, slots = engine._parts.device, engine._parts.slots
+        handles = {stream.raw.cuda_stream for stream in (device.h2d, device.compute, device.d2h)}
+        assert len(handles) == 3
+        assert torch.cuda.default_stream().cuda_stream not in handles
+        assert all(slot.host_input.is_pinned() and slot.host_output.is_pinned() for slot in slots)
+
+
 def test_the_stream_sanitizer_finds_nothing():
     script = Path(__file__).parent / "csan_run.py"
     environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}

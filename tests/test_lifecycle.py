@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -187,6 +189,31 @@ def test_an_engine_that_is_never_closed_lets_the_interpreter_end():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forked_child_is_refused_and_the_parent_goes_on(mode):
+    """B01: no thread of the engine is in the child, so whatever waited there would wait for ever."""
+    with running(mode) as engine:
+        expected = engine.generate(PROMPT, greedy(200))[0].token_ids
+        handle, ended = engine.submit(PROMPT, greedy(200)), engine.submit(OTHER, greedy(2))
+        ended.result(PATIENCE)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends the child if it hangs
+            code = 1
+            with contextlib.suppress(BaseException):
+                for call in (lambda: engine.generate(PROMPT), handle.result, lambda: next(iter(handle))):
+                    with pytest.raises(EngineClosed, match="forked child"):
+                        call()
+                assert len(ended.result().token_ids) == 2
+                handle.cancel()
+                engine.close()
+                code = 0
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert handle.result(PATIENCE).token_ids == expected
+        quiet(engine)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

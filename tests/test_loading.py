@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -145,6 +147,67 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidConfig, match=r"config\.json"):
         load_model(tmp_path, device=CPU)
+
+
+def cut_weights(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def misshape_weights(directory):
+    write_model(directory, {**random_tensors(), "model.norm.weight": torch.ones(17)})
+
+
+def name_no_file(directory):
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"lm_head.weight": 5}}')
+
+
+DAMAGE = {
+    "no weights": lambda directory: (directory / "model.safetensors").unlink(),
+    "weights cut short": cut_weights,
+    "weights of another shape": misshape_weights,
+    "an index that names no file": name_no_file,
+    "a number for a list": lambda directory: write_model(directory, model_type="qwen2", layer_types=5),
+    "a text for a number": lambda directory: write_model(directory, rms_norm_eps="x"),
+    "a size below zero": lambda directory: write_model(directory, hidden_size=-4),
+    "more than any memory": lambda directory: write_model(directory, vocab_size=10**13),
+    "brackets without end": lambda directory: (directory / "config.json").write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_refused_whoever_reads_them(directory, impl, damage):
+    """One kind of error with the model's name, not whatever a library raised."""
+    DAMAGE[damage](directory)
+    with pytest.raises(
+        (InvalidConfig, UnsupportedModel), match=re.escape(str(directory)) + "|must be|impl|qwen2|llama"
+    ):
+        load_model(directory, impl=impl, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/model", "x" * 300, "a\0b.gguf"])
+def test_names_that_no_file_can_have_are_refused(name, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("no hub id"))
+    with pytest.raises(InvalidConfig, match="model="):
+        load_model(name, device=CPU)
+
+
+def test_a_damaged_gguf_file_is_refused(tmp_path):
+    """A bad byte in a value, for which the library that reads it raises an error of its own."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole.replace(b"llama", b"\xff" * 5))
+    with pytest.raises(InvalidConfig, match=r"m\.gguf"):
+        load_model(tmp_path / "m.gguf", device=CPU)
 
 
 def test_bad_arguments_are_named(directory, tmp_path):

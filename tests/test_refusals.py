@@ -62,6 +62,9 @@ BAD_PROMPTS = {
     "R07 matrix": (np.ones((2, 2), int), "prompt=array"),
     "R07 scalar": (np.array(3), "prompt=array"),
     "bytes": (b"abc", "prompt=b'abc' must be a string"),
+    "mutable bytes": (bytearray(b"abc"), r"prompt=bytearray\(b'abc'\) must be a string"),
+    "a view of bytes": (memoryview(b"abc"), "prompt=<memory at .*must be a string"),
+    "C19 R07 beyond what has a repr": ([5, 10**5000], r"prompt\[1\]=<int: .*must be a token id"),
     "number": (7, "prompt=7 must be a string"),
     "nothing": (None, "prompt=None must be a string"),
     "text without a tokenizer": ("hello", "prompt='hello': this model has no tokenizer"),
@@ -92,7 +95,7 @@ BAD_PARAMETERS = [
     *[("min_tokens", value) for value in (-1, 9, 1.5, None)],
     *[("seed", value) for value in (-1, 2**64, 1.5, "1")],
     *[(name, value) for name in ("ignore_eos", "include_stop", "skip_special_tokens") for value in (1, None, "no")],
-    *[("stop", value) for value in ("", [""], 5, b"ab", [b"ab"], {"ab"}, [3], [None], "x" * 257, ["x"] * 65)],
+    *[("stop", value) for value in ("", [""], 5, b"ab", [b"ab"], {"ab"}, [3], [None], "x" * 257)],
     *[("stop_token_ids", value) for value in (None, 5, "ab", [VOCABULARY], [-1], [1.5], [True], list(range(33)))],
 ]
 
@@ -106,6 +109,32 @@ def test_a_bad_parameter_is_refused_by_name_and_value(engine, beside, tokens, na
     shown = value[0] if isinstance(value, list) and len(value) == 1 else value
     assert name in str(refused.value)
     assert repr(shown) in str(refused.value)
+    assert engine.generate(PROMPT, greedy())[0].token_ids == tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, 10**5000) for name in ("temperature", "top_p", "seed")],
+        ("top_k", -(10**5000)),
+        ("min_tokens", 10**5000),
+        ("max_tokens", "8" * 1_000_000),
+        ("stop_token_ids", list(range(VOCABULARY)) * 1000),
+        ("stop_token_ids", np.array(5)),
+        ("stop_token_ids", bytearray(b"ab")),
+        ("stop_token_ids", memoryview(b"ab")),
+        ("stop", bytearray(b"ab")),
+        ("stop", "x" * 1_000_000),
+        ("stop", ["x"] * 1_000_000),
+        ("stop", [10**5000]),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else type(value).__name__,
+)
+def test_a_value_that_makes_a_bad_message_is_refused_like_any_other(engine, tokens, name, value):
+    """C03, R07: a million tokens, an integer without a repr, an array without dimensions."""
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        engine.submit(PROMPT, SamplingParams(**{"max_tokens": 8, name: value}))
+    assert len(str(refused.value)) < 2000
     assert engine.generate(PROMPT, greedy())[0].token_ids == tokens
 
 
@@ -213,6 +242,23 @@ def test_max_tokens_is_exact_and_clamped_to_the_context(engine, beside, tokens, 
     assert len(output.token_ids) == (room if max_tokens is None else min(max_tokens, room))
     assert output.token_ids[:8] == tokens[: len(output.token_ids)]
     assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("block_size", [1, 7, 16])
+def test_a_prompt_that_fills_the_cache_gets_its_one_token(mode, block_size):
+    """F05, B02: the last token of a sample needs no position; at one block of one position it is all there is."""
+    with running("sync") as engine:
+        expected = engine.generate([5] * 3 * block_size, greedy(1))[0].token_ids
+        first = engine.generate([5], greedy(1))[0].token_ids
+    with running(mode, num_blocks=4, block_size=block_size) as engine:
+        assert engine.generate([[5] * 3 * block_size] * 3, greedy(None))[2].token_ids == expected
+        with pytest.raises(InvalidRequest, match=f"{3 * block_size + 1} tokens"):
+            engine.submit([5] * (3 * block_size + 1), greedy(1))
+        quiet(engine)
+    with running(mode, num_blocks=2, block_size=1) as engine:
+        assert engine.generate([5], greedy(None))[0].token_ids == first
+        quiet(engine)
 
 
 def test_the_longest_prompt(engine, beside):

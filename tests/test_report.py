@@ -53,6 +53,11 @@ def test_there_is_no_comparison_without_both_loops_of_one_case(runs: tuple[Run, 
     assert compare(result(*runs), 5.0) is None
 
 
+def test_there_is_no_comparison_without_a_gpu() -> None:
+    """On a CPU the loops share the cores, so the saving and the cost of an idle device would mean nothing."""
+    assert compare(result(*PUBLISHED, gpu=None), 5.0) is None
+
+
 def test_medians_keep_cases_apart() -> None:
     """32 and 256 rows, and streamed or not, are different questions, not repetitions."""
     runs = [

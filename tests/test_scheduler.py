@@ -1,10 +1,10 @@
 """The scheduler on a paper device: each fault that lives here, committing at once and with steps in flight."""
 
 import pickle
-import sys
 
 import numpy as np
 import pytest
+from calls import count_calls
 from paper_device import Workshop, oracle
 
 from twostroke.errors import InvalidRequest
@@ -679,19 +679,12 @@ def calls_of_steady_steps(rows: int, waiting: int) -> int:
     for _ in range(5):
         step()
     assert scheduler.stats().waiting == waiting
-    calls = 0
 
-    def count(frame, event, argument) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    def ten_steps() -> None:
         for _ in range(10):
             step()
-    finally:
-        sys.setprofile(None)
-    return calls
+
+    return count_calls(ten_steps)
 
 
 def test_neither_rows_nor_waiting_samples_cost_a_steady_step_python_work():
@@ -708,19 +701,12 @@ def calls_of_cancels(waiting: int) -> int:
     samples = [Sample(Request.create(str(i), [1], params, 0, limits)) for i in range(waiting)]
     for sample in samples:
         scheduler.submit(sample)
-    calls = 0
 
-    def count(frame, event, argument) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
+    def cancel_some() -> None:
         for sample in samples[:50] + samples[-50:]:
             scheduler.cancel(sample)
-    finally:
-        sys.setprofile(None)
-    return calls
+
+    return count_calls(cancel_some)
 
 
 def test_b14_a_cancel_costs_the_same_however_many_wait():

@@ -282,6 +282,22 @@ def test_a_failing_template_is_an_invalid_request(tmp_path: Path, template: str,
         tokenizer.apply_chat_template([*CHATS[0], *CHATS[0]])
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"[]", b"\xff\x00"])
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=f"{tmp_path.name} has no tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"added_tokens_decoder": {"a": 1}}', b'{"chat_template": [{}]}'])
+def test_damaged_settings_are_refused(tmp_path: Path, content: bytes) -> None:
+    Backend(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=f"{tmp_path.name} has no tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+
+
 def test_threads_share_a_tokenizer(ours: Tokenizer) -> None:
     expected = [(ours.encode(text), ours.encode(text, special_tokens=False)) for text in TEXTS]
     wrong = []

@@ -168,18 +168,20 @@ def test_the_trace_is_what_viewers_read(profiles, tmp_path):
     assert step["dur"] >= 1e6 * PADDING
 
 
-def test_panels_share_one_scale_and_show_whole_steps(profiles):
+def test_panels_share_one_scale_and_show_steps_on_every_row(profiles):
     panels = make_panels(list(profiles.values()))
     assert len({panel.seconds for panel in panels}) == 1
     for panel in panels:
         assert all(0 <= span.begin <= span.end <= panel.seconds for span in panel.spans)
         assert {span.row for span in panel.spans} == set(ROWS)
-        assert len([span for span in panel.spans if span.kind == "step"]) >= 3
+        # A busy machine can stretch a step over most of a panel: how many are shown is tested with made-up times.
+        assert any(span.kind == "step" for span in panel.spans)
 
 
 def test_a_gap_is_labelled_with_its_length_and_main_causes():
     (panel,) = make_panels([made_up()])
     assert panel.seconds == pytest.approx(15e-3)
+    assert len([span for span in panel.spans if span.kind == "step"]) >= 3
     gaps = panel.gaps()
     assert [gap.end - gap.begin for gap in gaps] == pytest.approx([1e-3] * len(gaps))
     assert {gap.kind for gap in gaps} == {"plan + h2d + commit"}  # 55%, 25% and 20% of the gap

@@ -92,7 +92,8 @@ def build(config: EngineConfig) -> Parts:
     """
     device = _make_device(config.device)
     try:
-        with device.current(), torch.inference_mode():
+        # NOTE: a default device that the caller set must not decide where host buffers and weights lie.
+        with torch.device("cpu"), device.current(), torch.inference_mode():
             return _Builder(config, device).build()
     except BaseException:
         device.close()
@@ -108,7 +109,7 @@ def _make_device(device: str | Device) -> Device:
     try:
         wanted = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise InvalidConfig(f"device={device!r} is not a device: {error}") from error
+        raise InvalidConfig(f"device={device!r} must be 'auto', 'cpu', 'cuda', or 'cuda:' and a number") from error
     if wanted.type == "cpu":
         return CpuDevice()
     if wanted.type != "cuda" or not torch.cuda.is_available():
@@ -156,7 +157,8 @@ class _Builder:
         device.synchronize()
         graphs = self._capture(runner, slots) if self.on_cuda and config.graphs else 0
         usable = num_blocks - 1
-        max_model_len = config.max_model_len or min(longest, usable * config.block_size)
+        # NOTE: the last token of a sample needs no position in the cache.
+        max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
         eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
         return Parts(
             device=device,
@@ -190,15 +192,21 @@ class _Builder:
 
     def _make_state(self, model: Model, longest: int) -> BatchState:
         config = self.config
-        return BatchState(
-            self.device,
-            max_rows=config.max_rows,
-            max_lanes=self.max_lanes,
-            max_tokens=config.max_step_tokens,
-            table_width=-(-longest // config.block_size),
-            block_size=config.block_size,
-            num_groups=self._num_groups(model),
-        )
+        try:
+            return BatchState(
+                self.device,
+                max_rows=config.max_rows,
+                max_lanes=self.max_lanes,
+                max_tokens=config.max_step_tokens,
+                table_width=-(-longest // config.block_size),
+                block_size=config.block_size,
+                num_groups=self._num_groups(model),
+            )
+        except RuntimeError as error:  # torch's, where memory does not reach
+            raise InvalidConfig(
+                f"max_rows={config.max_rows} samples of max_model_len={longest} tokens in blocks of "
+                f"block_size={config.block_size}: no memory for their tables: {error}"
+            ) from error
 
     def _make_ops(self) -> BatchOps:
         if not self.on_cuda:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidConfig
+from .errors import InvalidConfig, shown
 
 MAX_SLOTS = 8
 MAX_ROWS = 1 << 16
@@ -39,7 +39,7 @@ class EngineConfig:
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
         if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
-            raise InvalidConfig(f"model={self.model!r} must be a name or a path")
+            raise InvalidConfig(f"model={shown(self.model)} must be a name or a path")
         self._one_of("impl", "auto", "native", "transformers")
         self._one_of("loop", "async", "sync")
         self._one_of("attention", "auto", "triton", "torch")
@@ -56,7 +56,7 @@ class EngineConfig:
         ):
             self._integer(name, low, high)
         if not isinstance(self.graphs, bool):
-            raise InvalidConfig(f"graphs={self.graphs!r} must be True or False")
+            raise InvalidConfig(f"graphs={shown(self.graphs)} must be True or False")
         if self.num_blocks is not None and self.cache_bytes is not None:
             raise InvalidConfig(
                 f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"
@@ -65,16 +65,16 @@ class EngineConfig:
     def _one_of(self, name: str, *choices: str) -> None:
         value = getattr(self, name)
         if value not in choices:
-            raise InvalidConfig(f"{name}={value!r} must be one of {', '.join(choices)}")
+            raise InvalidConfig(f"{name}={shown(value)} must be one of {', '.join(choices)}")
 
     def _integer(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
         if value is None and name in _OPTIONAL:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidConfig(f"{name}={value!r} must be an integer")
+            raise InvalidConfig(f"{name}={shown(value)} must be an integer")
         if value < low or (high is not None and value > high):
-            raise InvalidConfig(f"{name}={value!r} must be {f'in [{low}, {high}]' if high else f'at least {low}'}")
+            raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'at least {low}'}")
 
 
 _OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "seed"}

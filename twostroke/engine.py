@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import reprlib
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from .build import build
 from .config import EngineConfig
 from .device.streams import Device
-from .errors import InvalidRequest, TwostrokeError
+from .errors import InvalidRequest, TwostrokeError, shown
 from .inbox import Command
 from .lifecycle import Lifecycle
 from .progress import Progress
@@ -58,7 +57,9 @@ class EngineStats:
 
 
 class Engine:
-    """An inference engine for one model on one device. A context manager; safe to use from any thread.
+    """An inference engine for one model on one device. A context manager.
+
+    Safe to use from any thread of the process that made it; in a forked child, calls raise `EngineClosed`.
 
     Args:
         model: `smollm2-135m` (the embedded default), a preset with random weights (`llama-3.1-8b`, `llama-3.2-1b`,
@@ -203,12 +204,12 @@ class Engine:
     def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
         name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"request_id={request_id!r} must be a string that is not empty")
+            raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
         ids = encode_prompt(prompt, self.tokenizer)
         seed = self._seeds.getrandbits(SEED_BITS)
         request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
         if request.stops and self.tokenizer is None:
-            raise InvalidRequest(f"stop={request.params.stop!r}: this model has no tokenizer, use stop_token_ids")
+            raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
         return Handle(Sample(request), self._owner)
 
     def _start(self, handles: Sequence[Handle]) -> None:
@@ -257,7 +258,7 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise InvalidRequest(f"params={reprlib.repr(params)} must be a SamplingParams or a list of them")
+        raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
     if len(params) != count:
         raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
     return list(params)

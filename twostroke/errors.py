@@ -1,9 +1,14 @@
 """The errors that twostroke raises. Every one of them is a `TwostrokeError`."""
 
 import copy
+import reprlib
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+
+_REPR = reprlib.Repr()
+_REPR.maxlist = _REPR.maxtuple = 40
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 500
 
 
 class TwostrokeError(Exception):
@@ -38,3 +43,11 @@ def fresh(error: E) -> E:
     again = copy.copy(error)
     again.__cause__ = error.__cause__
     return again
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)` for a message, cut short if it is long. Never raises, whatever a caller passed in."""
+    try:
+        return _REPR.repr(value)
+    except Exception as error:  # such as an integer of more than 4,300 digits
+        return f"<{type(value).__name__}: {error}>"

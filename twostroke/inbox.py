@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,16 @@ class Inbox:
     """A thread-safe list of commands, taken by the loop between steps.
 
     A command is called with the scheduler, on the loop's thread; what it returns is handed over like a commit's result.
+
+    NOTE: `put` and `close` are also called by finalizers, which the garbage collector may run in the midst of any call
+    here, on the same thread. So the lock can be taken again, and a bell, once rung, stays so until it was heard: the
+    notice of a condition would be lost on a thread that is just about to wait.
     """
 
     def __init__(self) -> None:
-        self._arrived = threading.Condition()
+        self._lock = threading.RLock()
+        self._bell = threading.Lock()  # acquired: silent
+        self._bell.acquire()
         self._commands: list[Command] = []
         self._closed: Exception | None = None
 
@@ -28,19 +35,19 @@ class Inbox:
         Raises:
             EngineClosed, EngineDead: the inbox is closed; the command will not run.
         """
-        with self._arrived:
+        with self._lock:
             if self._closed is not None:
                 raise fresh(self._closed)
             self._commands.append(command)
-            self._arrived.notify()
+            self._ring()
 
     def take(self, *, block: bool) -> list[Command]:
         """Return the commands that have come, oldest first; with `block`, wait for one or for the inbox to close."""
         if not block and not self._commands:
             return []  # no lock in the steady state: a command that comes now is taken before the next step
-        with self._arrived:
-            while block and not self._commands and self._closed is None:
-                self._arrived.wait()
+        while block and not self._commands and self._closed is None:
+            self._bell.acquire()
+        with self._lock:
             commands, self._commands = self._commands, []
             return commands
 
@@ -49,14 +56,24 @@ class Inbox:
 
         A second close does nothing: the first reason stays.
         """
-        with self._arrived:
+        with self._lock:
             if self._closed is None:
-                self._closed = reason
                 if last is not None:
                     self._commands.append(last)
-            self._arrived.notify_all()
+                self._closed = reason  # after that, since the loop asks without the lock whether it is open
+            self._ring()
+
+    def end_in_child(self, reason: Exception) -> None:
+        """Refuse all commands in a forked child: the thread that takes them, and may hold the lock, is not there."""
+        self._lock = threading.RLock()
+        self._commands.clear()
+        self._closed = reason
 
     @property
     def open(self) -> bool:
         """True until the inbox is closed and its last command was taken."""
         return self._closed is None or bool(self._commands)
+
+    def _ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()

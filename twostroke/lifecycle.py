@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 
 import torch
 
@@ -15,6 +17,8 @@ from .text.delivery import Delivery
 from .watched import Watched
 
 LOOPS = {"async": AsyncLoop, "sync": SyncLoop}
+
+_STARTED: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle:
@@ -34,6 +38,7 @@ class Lifecycle:
         self._device = parts.device
         self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
         self._thread.start()
+        _STARTED.add(self)
 
     def close(self) -> None:
         """End the loop; wait until every output is handed over and all threads have ended."""
@@ -46,6 +51,12 @@ class Lifecycle:
             self.close()
         else:  # the collector runs in any thread, those of the engine too, where to wait for the end would prevent it
             self._end(EngineClosed("the engine was collected"))
+
+    def end_in_child(self) -> None:
+        """End in a forked child, where no thread of the engine is: nobody may wait for one."""
+        reason = EngineClosed("the engine runs in the process that made it, and not in a forked child")
+        self.inbox.end_in_child(reason)
+        self.delivery.end_in_child(reason)
 
     def _run(self) -> None:
         try:
@@ -66,3 +77,12 @@ class Lifecycle:
 
     def _end(self, reason: EngineClosed | EngineDead) -> None:
         self.inbox.close(reason, last=lambda scheduler: scheduler.abandon())
+
+
+def _end_in_child() -> None:
+    for life in tuple(_STARTED):
+        life.end_in_child()
+
+
+if hasattr(os, "register_at_fork"):  # where there is no fork, there is none to see to
+    os.register_at_fork(after_in_child=_end_in_child)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, shown
 from .text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """A string, token ids, or the messages of a chat."""
 
+_BYTES: TypeAlias = bytes | bytearray | memoryview
+"""Sequences of integers to Python, but a text that was not decoded is no list of token ids."""
+
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts, whether one was given or several. A flat list of ints or of messages is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | _BYTES | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, np.ndarray):
         return list(prompts) if prompts.ndim == 2 else [prompts]
@@ -34,14 +36,15 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
     """
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return prompt
-    if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Sequence):
-        shown = reprlib.repr(prompt)
-        raise InvalidRequest(f"prompt={shown} must be a string, a list of token ids, or a list of chat messages")
+    if isinstance(prompt, _BYTES | Mapping) or not isinstance(prompt, Sequence):
+        raise InvalidRequest(
+            f"prompt={shown(prompt)} must be a string, a list of token ids, or a list of chat messages"
+        )
     is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
     if not isinstance(prompt, str) and not is_chat:
         return prompt  # type: ignore[return-value]
     if tokenizer is None:
-        raise InvalidRequest(f"prompt={reprlib.repr(prompt)}: this model has no tokenizer, give token ids")
+        raise InvalidRequest(f"prompt={shown(prompt)}: this model has no tokenizer, give token ids")
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, shown
 
 MAX_STOP_IDS = 32
 """Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
@@ -83,7 +83,7 @@ class SamplingParams:
         for name, value in kwargs.items():
             if name not in known:
                 raise InvalidRequest(
-                    f"{name}={value!r} is not a sampling parameter; known are {', '.join(sorted(known))}"
+                    f"{name}={shown(value)} is not a sampling parameter; known are {', '.join(sorted(known))}"
                 )
         return super().__new__(cls)
 
@@ -97,27 +97,38 @@ class SamplingParams:
             value = getattr(self, name)
             number = require_number(name, value)
             if number < low or number > high or (open_low and number == low):
-                raise InvalidRequest(f"{name}={value!r} must be in {'(' if open_low else '['}{low:g}, {high:g}]")
+                interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+                raise InvalidRequest(f"{name}={shown(value)} must be in {interval}")
         if 0.0 < self.temperature < MIN_TEMPERATURE:
-            raise InvalidRequest(f"temperature={self.temperature!r} must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+            least = f"{MIN_TEMPERATURE:g}"
+            raise InvalidRequest(f"temperature={shown(self.temperature)} must be 0 (greedy) or at least {least}")
         require_int("top_k", self.top_k, low=-1)
         require_int("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None:
             require_int("max_tokens", self.max_tokens, low=1)
             if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+                raise InvalidRequest(
+                    f"min_tokens={shown(self.min_tokens)} must not exceed max_tokens={shown(self.max_tokens)}"
+                )
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
-                raise InvalidRequest(f"{name}={value!r} must be True or False")
-        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence | np.ndarray):
-            raise InvalidRequest(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+                raise InvalidRequest(f"{name}={shown(value)} must be True or False")
+        if not is_listed(self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
         _stop_strings(self.stop)
 
 
 MIN_TEMPERATURE = 1e-5
 """Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
+
+
+def is_listed(value: object) -> bool:
+    """Whether `value` is a sequence or an array of dimensions. Text and bytes are none here, though Python says so."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
 def require_number(name: str, value: object) -> float:
@@ -127,18 +138,18 @@ def require_number(name: str, value: object) -> float:
             number = float(value)
             if math.isfinite(number):
                 return number
-    raise InvalidRequest(f"{name}={value!r} must be a finite number")
+    raise InvalidRequest(f"{name}={shown(value)} must be a finite number")
 
 
 def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidRequest(f"{name}={value!r} must be an integer")
+        raise InvalidRequest(f"{name}={shown(value)} must be an integer")
     number = int(value)
     if low is not None and number < low:
-        raise InvalidRequest(f"{name}={value!r} must be at least {low}")
+        raise InvalidRequest(f"{name}={shown(value)} must be at least {low}")
     if high is not None and number > high:
-        raise InvalidRequest(f"{name}={value!r} must be at most {high}")
+        raise InvalidRequest(f"{name}={shown(value)} must be at most {high}")
     return number
 
 
@@ -195,7 +206,7 @@ class Request:
             InvalidRequest: a parameter is out of range, or the request can never fit; the message has the numbers.
         """
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={params!r} must be a SamplingParams")
+            raise InvalidRequest(f"params={shown(params)} must be a SamplingParams")
         params.validate()
         ids = _token_ids("prompt", prompt, limits.vocab_size)
         if len(ids) == 0:
@@ -216,7 +227,7 @@ class Request:
         stop_ids = np.array(sorted({*eos, *stops.tolist()}), np.int32)
         if len(stop_ids) > MAX_STOP_IDS:
             raise InvalidRequest(
-                f"stop_token_ids={list(params.stop_token_ids)!r}: with the model's end-of-sequence ids there are "
+                f"stop_token_ids={shown(list(params.stop_token_ids))}: with the model's end-of-sequence ids there are "
                 f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported"
             )
         seed = seed if params.seed is None else int(params.seed)
@@ -226,8 +237,8 @@ class Request:
 
 def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Return `ids` as a new int32 array, or raise `InvalidRequest` that names the first bad id and its place."""
-    if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes):
-        raise InvalidRequest(f"{name}={ids!r} must be a list of token ids")
+    if not is_listed(ids):
+        raise InvalidRequest(f"{name}={shown(ids)} must be a list of token ids")
     array = np.asarray(ids) if isinstance(ids, np.ndarray) else None
     if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
         # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word.
@@ -237,7 +248,7 @@ def _token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> n
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if len(bad):
         place = int(bad[0])
-        raise InvalidRequest(f"{name}[{place}]={array[place]} must be a token id in [0, {vocab_size})")
+        raise InvalidRequest(f"{name}[{place}]={shown(int(array[place]))} must be a token id in [0, {vocab_size})")
     return array.astype(np.int32)
 
 
@@ -246,17 +257,19 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     single = isinstance(stop, str)
-    if isinstance(stop, bytes) or not isinstance(stop, Sequence):
-        raise InvalidRequest(f"stop={stop!r} must be a string, or a list of strings")
+    if not single and not is_listed(stop):
+        raise InvalidRequest(f"stop={shown(stop)} must be a string, or a list of strings")
     strings: Sequence[str] = [stop] if isinstance(stop, str) else stop
     if len(strings) > MAX_STOPS:
-        raise InvalidRequest(f"stop={stop!r} has {len(strings)} strings, at most {MAX_STOPS} are supported")
+        raise InvalidRequest(f"stop={shown(stop)} has {len(strings)} strings, at most {MAX_STOPS} are supported")
     for place, string in enumerate(strings):
         name = "stop" if single else f"stop[{place}]"
         if not isinstance(string, str):
-            raise InvalidRequest(f"{name}={string!r} must be a string")
+            raise InvalidRequest(f"{name}={shown(string)} must be a string")
         if not 0 < len(string) <= MAX_STOP_LENGTH:
-            raise InvalidRequest(f"{name}={string!r} must have 1 to {MAX_STOP_LENGTH} characters, not {len(string)}")
+            raise InvalidRequest(
+                f"{name}={shown(string)} must have 1 to {MAX_STOP_LENGTH} characters, not {len(string)}"
+            )
     return tuple(dict.fromkeys(strings))
 
 
@@ -273,8 +286,8 @@ def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> i
     if max_tokens > cache_room:
         blocks = -(-(prompt_len + max_tokens - 1) // limits.block_size)
         raise InvalidRequest(
-            f"max_tokens={asked}: a prompt of {prompt_len} tokens and {max_tokens} new ones need {blocks} blocks of "
-            f"{limits.block_size}, the cache has {limits.usable_blocks} usable"
+            f"max_tokens={shown(asked)}: a prompt of {prompt_len} tokens and {max_tokens} new ones need {blocks} "
+            f"blocks of {limits.block_size}, the cache has {limits.usable_blocks} usable"
         )
     return max_tokens
 

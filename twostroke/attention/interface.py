@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -65,7 +67,7 @@ class Attention(ABC):
         self.block_size = block_size
 
         def blocks(layer: LayerSpec) -> torch.Tensor:
-            return torch.zeros(num_blocks, layer.kv_heads, block_size, layer.head_dim, dtype=dtype, device=device)
+            return _zeros((num_blocks, layer.kv_heads, block_size, layer.head_dim), dtype, device)
 
         self.keys = [blocks(layer) for layer in layers]
         self.values = [blocks(layer) for layer in layers]
@@ -91,3 +93,10 @@ class Attention(ABC):
         """Apply `rotary` to q and k, then `forward`. q and k may be overwritten; other arguments as there."""
         ops.rotate_(q, k, *rotary)
         return self.forward(layer, q, k, v, step)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on the CPU such as take no memory before they are written, so a cache costs what is used of it."""
+    if device.type != "cpu" or 0 in shape:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

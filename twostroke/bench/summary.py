@@ -111,9 +111,9 @@ class Comparison:
 
 
 def compare(result: Result, price: float) -> Comparison | None:
-    """Set twostroke's loops side by side; None unless both were measured, on one case."""
+    """Set twostroke's loops side by side; None unless both were measured, on one case, on a GPU."""
     runs = [run for run in medians(result.runs) if run.engine == "twostroke"]
     by_loop = {run.loop: run for run in runs}
-    if len(runs) != 2 or set(by_loop) != {"sync", "async"}:
+    if result.gpu is None or len(runs) != 2 or set(by_loop) != {"sync", "async"}:
         return None
     return Comparison(by_loop["sync"], by_loop["async"], price)

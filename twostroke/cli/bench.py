@@ -14,6 +14,7 @@ from ..bench.registry import BENCHMARKS, find
 from ..bench.result import Result
 from ..bench.summary import Table, compare, machine_of, table_of
 from ..errors import InvalidConfig
+from .folders import make_folder
 from .table import print_table
 
 NAMES = "\n\n".join(f"{benchmark.name}: {benchmark.summary}." for benchmark in BENCHMARKS.values())
@@ -36,7 +37,7 @@ def bench(
     max_step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one step; the benchmark's own number if not given.")
     ] = None,
-    price: Annotated[float, typer.Option(min=0, help="Of an hour of the device, in dollars; for --loop both.")] = 5.0,
+    price: Annotated[float, typer.Option(min=0, help="Of an hour of the GPU, in dollars; for --loop both.")] = 5.0,
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
     ] = None,
@@ -60,6 +61,8 @@ def bench(
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
     )
+    if json_file is not None:
+        make_folder(json_file.parent if json_file.suffix == ".json" and not json_file.is_dir() else json_file, "--json")
     result = benchmark.run(options, lambda line: typer.echo(line, err=True))
     if result.commit is None:
         result = replace(result, commit=commit)
@@ -74,8 +77,10 @@ LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 def _print_result(result: Result, price: float) -> None:
     typer.echo(f"{result.benchmark} on {machine_of(result)}, {result.date[:10]}")
     typer.echo(", ".join(f"{key} {value}" for key, value in result.workload.items()))
-    typer.echo("the median repetition of each engine and case; speed is relative to the fastest\n")
-    _print_table(table_of(result))
+    table = table_of(result)
+    speed = "; speed is relative to the fastest" if "speed" in table.columns else ""
+    typer.echo(f"the median repetition of each engine and case{speed}\n")
+    _print_table(table)
     comparison = compare(result, price)
     if comparison is not None:
         typer.echo()

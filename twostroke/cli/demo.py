@@ -48,7 +48,7 @@ def _measure(loop: str, params: SamplingParams, given: dict[str, str]) -> Measur
     from .. import Engine
     from ..bench.measure import measure
 
-    typer.echo(f"answering {len(CHATS)} prompts together, {loop} loop ...", err=True)
+    typer.echo(f"{loop} loop: loading the model, answering {len(CHATS)} prompts together ...", err=True)
     with Engine(**given, loop=loop) as engine:  # type: ignore[arg-type]  # mypy maps the strings to every parameter
         engine.generate(CHATS, replace(params, max_tokens=WARM_UP_TOKENS), progress=False)
         return measure(engine, CHATS, params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,12 +19,16 @@ if TYPE_CHECKING:
     from ..text.handle import Handle
     from ..text.output import RequestOutput
 
+TOKEN_IDS = 'a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]}'
+
 
 @with_flags
 def generate(
     sampling: SamplingFlags,
     engine: EngineFlags,
-    prompt: Annotated[list[str] | None, typer.Option(help="Raw text to continue; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue, or to answer with --chat; may be repeated.")
+    ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(
@@ -66,7 +69,9 @@ def _submit(engine: Engine, job: Job) -> Handle:
     try:
         return engine.submit(job.prompt, job.params)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{job.source}: {error}") from error
+        text_without_tokenizer = engine.tokenizer is None and not isinstance(job.prompt, list)
+        hint = f" ({TOKEN_IDS})" if text_without_tokenizer else ""
+        raise InvalidRequest(f"{job.source}: {error}{hint}") from error
 
 
 class _JsonLines:
@@ -107,8 +112,7 @@ class _Text:
         if self.headings:
             typer.echo(f"--- {index + 1} ---")
         for delta in handle:
-            sys.stdout.write("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text)
-            sys.stdout.flush()
+            typer.echo("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text, nl=False)
         typer.echo("\n" if self.headings else "")
         output = handle.result()
         if output.error is not None:
@@ -117,4 +121,4 @@ class _Text:
 
     def close(self, outputs: list[RequestOutput], seconds: float) -> None:
         tokens = sum(len(output.token_ids) for output in outputs)
-        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -22,11 +25,17 @@ class Commands(TyperGroup):
     """Turns the errors that twostroke raises on purpose into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding cannot
         try:
             return super().invoke(ctx)
         except (InvalidRequest, InvalidConfig, UnsupportedModel) as error:
             raise _failure(error, BAD_INPUT) from error
         except TwostrokeError as error:
+            raise _failure(error, FAILED) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has what it wanted; typer ends quietly
+                raise
             raise _failure(error, FAILED) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error

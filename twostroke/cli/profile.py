@@ -9,6 +9,7 @@ import typer
 
 from ..errors import InvalidConfig
 from .bench import LOOPS
+from .folders import make_folder
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def profile(
     workload = Workload(rows, prompt_tokens, max_tokens)
     asked = {"model": model, "impl": impl, "device": device, "dtype": dtype, "slots": slots, "graphs": graphs}
     options = {name: value for name, value in asked.items() if value is not None}
+    make_folder(out, "--out")
     profiles = []
     for name in LOOPS[loop]:
         typer.echo(f"{name} loop: {rows} requests, {prompt_tokens} + {max_tokens} tokens each", err=True)
@@ -65,7 +67,6 @@ def _write(profiles: list[Profile], out: Path) -> None:
     from ..trace.png import MissingPackage, write_png
     from ..trace.timeline import make_panels
 
-    out.mkdir(parents=True, exist_ok=True)
     panels = make_panels(profiles)
     write_chrome_trace(profiles, out / "trace.json")
     write_html(panels, out / "timeline.html")

@@ -64,8 +64,10 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield number, line.rstrip("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"--prompts-file {file}: {error}") from error
+    except OSError as error:
+        raise InvalidRequest(f"--prompts-file {file}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"--prompts-file {file}: not UTF-8 text: {error}") from error
 
 
 def _text_job(line: str, params: SamplingParams, chat: bool, source: str) -> Job:
@@ -75,7 +77,7 @@ def _text_job(line: str, params: SamplingParams, chat: bool, source: str) -> Job
 def _json_job(line: str, params: SamplingParams, chat: bool, source: str) -> Job:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{source}: not JSON: {error}") from error
     try:
         prompt, overrides = _split(value)

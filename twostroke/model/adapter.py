@@ -196,7 +196,7 @@ def _named_refusals(name: Path | str) -> Iterator[None]:
     except UnsupportedModel:
         raise
     except (ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{name}: {error}") from error
+        raise UnsupportedModel(f"{name}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidConfig, UnsupportedModel
+from ..errors import InvalidConfig, TwostrokeError, UnsupportedModel, shown
 from .config import DecoderConfig, dtype_name
 from .decoder import Decoder
 from .interface import Model
@@ -63,9 +63,22 @@ def load_model(
         seed: of the random weights of a preset.
 
     Raises:
-        InvalidConfig: for an argument that makes no sense, a model that is not found, or files that do not fit.
+        InvalidConfig: for an argument that makes no sense, a model that is not found, or files that cannot be used.
         UnsupportedModel: if impl is `native` and the native decoder does not implement the model.
     """
+    try:
+        return _load(name, impl, device, dtype, seed)
+    except TwostrokeError:
+        raise
+    except Exception as error:  # the files are anybody's, and those who read them raise whatever they like
+        raise InvalidConfig(
+            f"model={shown(os.fspath(name))} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(
+    name: str | os.PathLike[str], impl: str, device: torch.device, dtype: str | torch.dtype, seed: int
+) -> LoadedModel:
     if impl not in IMPLEMENTATIONS:
         raise InvalidConfig(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     directory = None if name in PRESETS else _find_directory(name)

@@ -35,13 +35,13 @@ BATCH_ROPE_TYPES = ("dynamic", "longrope")
 
 
 class SegmentAttention(Attention):
-    """Attention without a cache, over two sequences that alternate in one step: token i belongs to sequence i % 2.
+    """Attention without the cache, over two sequences that alternate in one step: token i belongs to sequence i % 2.
 
     Whatever mixes tokens outside of attention mixes neighbours, here those of different sequences.
     """
 
     def __init__(self, layers: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layers, num_blocks=0, block_size=1, dtype=dtype, device=device)
+        super().__init__(layers, num_blocks=1, block_size=1, dtype=dtype, device=device)  # the dummy block alone
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         spec = self.layers[layer]

@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 
 Message = Mapping[str, Any]
 
@@ -79,12 +79,12 @@ def check_messages(messages: object) -> None:
 
 def _check_message(place: str, message: object) -> None:
     if not isinstance(message, dict):
-        raise InvalidRequest(f"{place} must be a dict with 'role' and 'content', not {message!r}")
+        raise InvalidRequest(f"{place} must be a dict with 'role' and 'content', not {shown(message)}")
     for key in ("role", "content"):
         if key not in message:
             raise InvalidRequest(f"{place} has no {key!r}")
         if not isinstance(message[key], str):
-            raise InvalidRequest(f"{place}[{key!r}] must be a string, not {message[key]!r}")
+            raise InvalidRequest(f"{place}[{key!r}] must be a string, not {shown(message[key])}")
 
 
 def find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:

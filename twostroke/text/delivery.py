@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 from ..request import FinishReason, Request, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
@@ -100,7 +100,7 @@ class Delivery:
         """
         with self._lock:
             if handle.request_id in self._ids:
-                raise InvalidRequest(f"request_id={handle.request_id!r} is in use by a request that has not ended")
+                raise InvalidRequest(f"request_id={shown(handle.request_id)} is in use by a request that has not ended")
             self._ids.add(handle.request_id)
             self._handles[handle.sample] = (handle, index)
 
@@ -124,6 +124,14 @@ class Delivery:
             self._ids.clear()
         for handle in handles:
             handle.fail(error)
+
+    def end_in_child(self, error: Exception) -> None:
+        """Make every request fail in a forked child: the worker, which may hold the locks, is not there."""
+        self._lock = threading.Lock()
+        for handle, _ in self._handles.values():
+            handle.end_in_child(error)
+        self._handles.clear()
+        self._ids.clear()
 
     def close(self) -> None:
         """Hand over what is queued, then end the worker and wait for that."""

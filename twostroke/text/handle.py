@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from ..errors import fresh
+from ..errors import fresh, shown
 from ..request import FinishReason, Sample
 from .output import Delta, RequestOutput
 
@@ -26,6 +26,22 @@ class Owner(Protocol):
         """End the sample soon, with its first `count` output tokens; does nothing if it has ended. Never raises."""
 
 
+class _Waiter:
+    """A task that waits for news, in the asyncio loop that made it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.event = asyncio.Event()
+        self._woken = False
+
+    def wake(self) -> None:
+        """Wake the task, once. A closed loop cannot be woken, and must not hurt the others."""
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self.event.set)
+
+
 class Handle:
     """One request on its way. Safe to use from any thread, and from any asyncio loop.
 
@@ -38,7 +54,7 @@ class Handle:
         self.sample = sample
         self._owner = owner
         self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._waiters: list[_Waiter] = []
         self._ids: list[int] = []
         self._text: list[str] = []
         self._streaming = False
@@ -63,20 +79,21 @@ class Handle:
         """Wait for the whole output.
 
         Args:
-            timeout: seconds to wait at most; None is for ever.
+            timeout: seconds to wait at most; None, or more than a clock can count, is for ever.
 
         Raises:
             TimeoutError: the request goes on; call again or cancel it.
             EngineDead, EngineClosed: the engine ended before the request.
         """
         if not self.wait(timeout):
-            raise TimeoutError(f"request {self.request_id!r} has not ended within timeout={timeout} s")
+            raise TimeoutError(f"request {shown(self.request_id)} has not ended within timeout={timeout} s")
         return self._outcome()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended; False if `timeout` seconds went by before that."""
+        seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
         with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
+            return self._changed.wait_for(lambda: self.done, seconds)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._result_async().__await__()
@@ -133,9 +150,15 @@ class Handle:
                 self._error = error
                 self._notify()
 
+    def end_in_child(self, error: Exception) -> None:
+        """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
+        self._changed = threading.Condition()
+        self._waiters.clear()
+        self.fail(error)
+
     def cancel_if_deserted(self) -> None:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
-        if any(loop.is_closed() for loop, _ in tuple(self._waiters)):
+        if any(waiter.loop.is_closed() for waiter in tuple(self._waiters)):
             self.cancel()
 
     def _outcome(self) -> RequestOutput:
@@ -164,27 +187,28 @@ class Handle:
         return delta
 
     def _notify(self) -> None:
-        """Wake every waiter. A closed asyncio loop cannot be woken, and must not hurt the others."""
+        """Wake every waiter."""
         self._changed.notify_all()
         self.cancel_if_deserted()
-        for loop, event in self._waiters:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(event.set)
-        self._waiters.clear()
+        for waiter in self._waiters:
+            waiter.wake()
 
     async def _wait_async(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready`; whatever ends the wait early cancels the request."""
         while True:
-            event = asyncio.Event()
+            waiter = _Waiter()
             with self._changed:
                 if ready():
                     return
-                self._waiters.append((asyncio.get_running_loop(), event))
+                self._waiters.append(waiter)
             try:
-                await event.wait()
+                await waiter.event.wait()
             except BaseException:
                 self.cancel()
                 raise
+            # NOTE: not removed when it is woken, since its loop may be closed before it hears of that.
+            with self._changed:
+                self._waiters.remove(waiter)
 
     async def _result_async(self) -> RequestOutput:
         await self._wait_async(lambda: self.done)

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from ..errors import InvalidRequest, UnsupportedModel
+from ..errors import InvalidRequest, UnsupportedModel, shown
 from .chat import ChatTemplate, Message, find_template
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -58,7 +58,7 @@ class Tokenizer:
             InvalidRequest: `text` is not a string, or not one that UTF-8 can hold (a lone surrogate).
         """
         if not isinstance(text, str):
-            raise InvalidRequest(f"text must be a string, not {text!r}")
+            raise InvalidRequest(f"text must be a string, not {shown(text)}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -118,8 +118,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         UnsupportedModel: the directory has no tokenizer that can be read.
     """
     file = directory / "tokenizer.json"
-    if not file.is_file():
-        return _load_through_transformers(directory)
+    try:
+        return _load_json(directory, file) if file.is_file() else _load_through_transformers(directory)
+    except Exception as error:  # the libraries that read it raise whatever they like
+        raise UnsupportedModel(
+            f"{directory} has no tokenizer that can be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_json(directory: Path, file: Path) -> Tokenizer:
     settings = _read_settings(directory)
     backend = tokenizers.Tokenizer.from_file(str(file))
     special = {name: _content(settings[name]) for name in SPECIAL_NAMES if settings.get(name)}
@@ -130,12 +137,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 def _load_through_transformers(directory: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    try:
-        loaded = AutoTokenizer.from_pretrained(directory)
-        backend = loaded.backend_tokenizer
-    except (OSError, ValueError, ImportError, AttributeError) as error:
-        raise UnsupportedModel(f"{directory} has no tokenizer that can be read: {error}") from error
-    return Tokenizer(backend, loaded.special_tokens_map, find_template(directory, _read_settings(directory)))
+    loaded = AutoTokenizer.from_pretrained(directory)
+    return Tokenizer(
+        loaded.backend_tokenizer, loaded.special_tokens_map, find_template(directory, _read_settings(directory))
+    )
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
