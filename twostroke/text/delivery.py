@@ -178,6 +178,7 @@ class Delivery:
             finish_reason=sample.finish_reason,
             error=sample.error,
             seed=sample.request.seed,
+            cached_tokens=sample.cached_tokens,
             preemptions=sample.preemptions,
             timings=sample.timings,
         )
