@@ -346,6 +346,7 @@ class Workshop:
         else:
             assert (output, sample.finish_reason) == (expected, reason)
         assert sample.state is SampleState.FINISHED
+        assert not sample.chain, "an ended sample keeps digests"
         assert (sample.error is not None) == (sample.finish_reason is FinishReason.ERROR)
         if sample in self.streams:
             assert self.streams[sample] == output

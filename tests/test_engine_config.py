@@ -135,7 +135,7 @@ def test_num_blocks(plain):
 
 
 def test_prefix_cache(plain):
-    again = [Watched(PROMPTS + [[*PROMPTS[5], 1]], max_rows=6, prefix_cache=on) for on in (True, False)]
+    again = [Watched([*PROMPTS, [*PROMPTS[5], 1]], max_rows=6, prefix_cache=on) for on in (True, False)]
     assert [watched.stats.prefix_hit_tokens for watched in again] == [32, 0]
     assert again[0].tokens == again[1].tokens
     assert again[0].tokens[:6] == plain.tokens

@@ -243,12 +243,14 @@ def test_f14_after_a_reset_nothing_older_is_found(depth):
     shop.cancel(ended)
     shop.reset()
     assert shop.scheduler.stats().cached_blocks == 0
-    waiting = [shop.submit(PROMPT[:33], 2), shop.submit([9] * 21, 2)]
     finish(shop)
-    assert [sample.cached_tokens for sample in waiting] == [0, 0]
-    later = [shop.submit([*sample.tokens.tolist(), 1], 2) for sample in (running, waiting[0])]
+    assert shop.scheduler.stats().cached_blocks == 0
+    again = [shop.submit(prompt, 2) for prompt in (PROMPT[:33], [9] * 21, running.tokens.tolist())]
     finish(shop)
-    assert [sample.cached_tokens for sample in later] == [20, 32], "found is what came after the reset"
+    assert [sample.cached_tokens for sample in again] == [0, 0, 0]
+    later = shop.submit([*PROMPT[:33], 1], 2)
+    finish(shop)
+    assert later.cached_tokens == 32, "what came after the reset is found"
 
 
 @every_depth
