@@ -32,8 +32,8 @@ class BlockPool:
         self.free = self.total
         self.reserved = 0
         self.cache = PrefixCache(block_size)
-        self.users = np.zeros(num_blocks, np.int32)
-        """Of each block, the rows and pending releases that have it."""
+        self.sharers = np.zeros(num_blocks, np.int32)
+        """Of each block in use, the rows and pending releases that have it, besides the first."""
         # The stack's top is its end: low numbers come first, and what was given back last is taken first.
         self._stack = np.tile(np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32), (num_groups, 1))
         self._blank = self.total
@@ -67,9 +67,7 @@ class BlockPool:
             self._push(self.cache.evict(count - self._blank))
         self._blank -= count
         self.free -= count
-        blocks = self._stack[:, self._blank : self._blank + count].copy()
-        self.users[blocks[0]] = 1
-        return blocks
+        return self._stack[:, self._blank : self._blank + count].copy()
 
     def take_reserved(self, count: int) -> np.ndarray:
         """Hand out `count` blocks that were reserved, int32 [G, count]."""
@@ -78,18 +76,21 @@ class BlockPool:
 
     def share(self, chain: Sequence[bytes], blocks: Sequence[int]) -> np.ndarray:
         """Hand out `blocks`, known to hold `chain`, to one more row that only reads them; int32 [G, n]."""
-        self.free -= self.cache.use(chain)
-        self.users[blocks] += 1
+        was_idle = self.cache.use(chain)
+        self.free -= was_idle.count(True)
+        shared = [block for block, idle in zip(blocks, was_idle, strict=True) if not idle]
+        self.sharers[shared] += 1
         return np.array([blocks] * len(self._stack), np.int32)
 
     def give(self, blocks: np.ndarray, chain: Sequence[bytes] = ()) -> None:
         """Take back a row's blocks, int32 [G, n], of which the first hold the published `chain`."""
         own, published = blocks[0], len(chain)
-        if (self.users[own] < 1).any():
-            raise RuntimeError(f"blocks {own[self.users[own] < 1].tolist()} given back, but nobody has them")
-        self.users[own] -= 1
-        unused = self.users[own] == 0
-        self.free += int(np.count_nonzero(unused))
+        unused = self.sharers[own] == 0
+        count = int(np.count_nonzero(unused))
+        if self.free + count > self.total:
+            raise RuntimeError(f"{count} blocks given back, but only {self.total - self.free} are out")
+        self.sharers[own[~unused]] -= 1
+        self.free += count
         if published:
             self._push(self.cache.retire(chain, own[:published].tolist(), unused[:published].tolist()))
         self._push(own[published:][unused[published:]])

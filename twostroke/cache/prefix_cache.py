@@ -81,12 +81,9 @@ class PrefixCache:
         at = len(chain) * self._size
         chain.append(self._hash((chain[-1] if chain else b"") + content[at : at + self._size]).digest())
 
-    def use(self, chain: Sequence[bytes]) -> int:
-        """Take the known blocks of `chain` into use; returns how many of them were idle."""
-        before = len(self._idle)
-        for digest in chain:
-            self._idle.pop(digest, None)
-        return before - len(self._idle)
+    def use(self, chain: Sequence[bytes]) -> list[bool]:
+        """Take the known blocks of `chain` into use; returns of each whether it was idle."""
+        return [self._idle.pop(digest, None) is not None for digest in chain]
 
     def count_idle(self, chain: Sequence[bytes]) -> int:
         """How many blocks of `chain` are known and idle."""
