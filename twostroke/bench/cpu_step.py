@@ -2,7 +2,7 @@
 
 All but the arithmetic is real: the loop, the scheduler with its prefix cache, the slots, the streams and events of the
 CPU device, delivery and its handles. Rows begin with prompts of 1 to 16 tokens, so in every step one row in 16 gets a
-block, and one in 16 publishes one; no two rows have the same tokens.
+block. They publish blocks when they leave, which no measured step sees, and the cache has blank blocks throughout.
 
     plan      Scheduler.plan
     fill      Slot.fill
