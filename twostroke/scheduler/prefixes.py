@@ -17,7 +17,7 @@ class Prefixes:
 
     A row's full blocks are published twice in its life, each time as far as they are *vouched for*: the steps that
     computed them are committed, so their tokens are known, and a token was sampled after them from finite logits,
-    which depend on all of them.
+    which depend on all of them (with sliding windows only, on those within reach).
 
         commit of the step that gives the first token     the blocks of the prompt
         the row leaves: it ends, or is preempted          what it has decoded, too
