@@ -34,8 +34,20 @@ def oracle(request: Request, nan_at: int | None = None) -> tuple[list[int], Fini
     return output, FinishReason.LENGTH
 
 
+BAD = -13
+"""What bad logits leave in the cache: no token."""
+
+
 class PaperDevice:
-    """Row state, tables, lanes, and a KV cache that keeps the tokens themselves: a wrong table gives wrong tokens."""
+    """Row state, tables, lanes, and a KV cache that keeps the tokens themselves: a wrong table gives wrong tokens.
+
+    When a row's logits are bad, so is all that it has computed since its last good token: nobody may ever read it.
+
+    Attributes:
+        prefixes: of each block of each group that was written to its end, the tokens that were in the row up to there.
+        written: step in which each block of each group was written last.
+        epoch_of: epoch of the row that wrote it; a row has the `epoch` in which it joined.
+    """
 
     def __init__(self, *, max_rows: int, max_len: int, block_size: int, num_blocks: int, num_groups: int) -> None:
         self.dummy_row, self.block_size, self.num_groups = max_rows, block_size, num_groups
@@ -45,8 +57,14 @@ class PaperDevice:
         self.cache = np.full((num_groups, num_blocks, block_size), -1, int)
         self.lanes = np.full(max_rows, max_rows, int)
         self.nan_at: dict[int, int] = {}
+        self.epoch = 0
+        self.prefixes: dict[tuple[int, int], list[int]] = {}
+        self.written = np.full((num_groups, num_blocks), -1)
+        self.epoch_of = np.full((num_groups, num_blocks), -1)
+        self._step = -1
 
     def run(self, plan: Plan) -> StepOutput:
+        self._step = plan.step
         self._apply(plan)
         assert (self.lanes[: plan.num_lanes] == plan.lane_rows).all()
         assert (self.lanes[plan.num_lanes :] == self.dummy_row).all()
@@ -67,6 +85,7 @@ class PaperDevice:
             assert 0 <= row < self.dummy_row
             self.rows[row] = {name: record[name] for name in record.dtype.names}
             self.rows[row]["seed"] = int(record["seed_low"]) | int(record["seed_high"]) << 32
+            self.rows[row] |= {"first": int(record["length"]), "good": int(record["length"]), "epoch": self.epoch}
             self.held[:, row] = 0
         for group, row, index, block in plan.block_deltas.tolist():
             assert index == self.held[group, row], "a hole in the block table"
@@ -81,9 +100,15 @@ class PaperDevice:
 
     def _write(self, row: int, position: int, token: int) -> None:
         index, offset = divmod(position, self.block_size)
+        assert position >= self.rows[row]["first"], "a shared block is written"
         assert (self.held[:, row] > index).all(), f"no block for position {position} of row {row}"
         for group in range(self.num_groups):
-            self.cache[group, self.tables[group, row, index], offset] = token
+            block = self.tables[group, row, index]
+            self.cache[group, block, offset] = token
+            self.written[group, block], self.epoch_of[group, block] = self._step, self.rows[row]["epoch"]
+        if offset == self.block_size - 1:
+            read = self._read(row, position + 1)
+            self.prefixes |= {(g, int(self.tables[g, row, index])): read for g in range(self.num_groups)}
 
     def _read(self, row: int, count: int) -> list[int]:
         blocks = -(-count // self.block_size)
@@ -113,9 +138,12 @@ class PaperDevice:
         assert outputs < state["max_outputs"], "a step too many"
         if self.nan_at.get(state["seed"]) == outputs:
             state["done"] = 1
+            for position in range(state["good"], int(state["length"])):
+                self._write(row, position, BAD)
             return -7, int(Flag.ERROR)
         stops = set(state["stop_ids"].tolist()) - {-1}
         seen = self._read(row, int(state["length"]))
+        state["good"] = int(state["length"])
         token = next_token(state["seed"], seen, outputs, int(state["min_outputs"]), stops)
         state["last_token"], state["outputs"] = token, outputs + 1
         flag = Flag.TOKEN
@@ -143,6 +171,7 @@ class Workshop:
         usable_blocks: int = 256,
         num_groups: int = 1,
         max_chunk_tokens: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         self.depth = depth
         self.scheduler = Scheduler(
@@ -153,6 +182,7 @@ class Workshop:
             num_blocks=usable_blocks + 1,
             num_groups=num_groups,
             max_chunk_tokens=max_chunk_tokens,
+            prefix_cache=prefix_cache,
             debug=True,
         )
         self.device = PaperDevice(
@@ -172,14 +202,17 @@ class Workshop:
         self.cuts: dict[Sample, int] = {}
         self._user_of_row: dict[int, Sample] = {}
         self._row_of: dict[Sample, int] = {}
-        self._owner: dict[tuple[int, int], Sample] = {}
+        self._owners: dict[tuple[int, int], set[Sample]] = {}
+        self.hits: dict[Sample, int] = {}  # shared positions of each sample's last admission
         self._quarantine: dict[object, int] = {}  # block or row -> step that must be committed before it is used again
 
     # -- Commands
 
-    def submit(self, prompt_len: int, max_tokens: int, *, nan_at: int | None = None, **params) -> Sample:
+    def submit(self, prompt: int | list[int], max_tokens: int, *, nan_at: int | None = None, **params) -> Sample:
+        """Submit a prompt of its own, of so many tokens, or a given one."""
         seed = (len(self.samples) + 1) << 29  # both words of the seed are used
-        prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt_len)]
+        if isinstance(prompt, int):
+            prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt)]
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **params)
         sample = Sample(Request.create(str(len(self.samples)), prompt, params, 0, self.limits))
         if nan_at is not None:
@@ -206,6 +239,10 @@ class Workshop:
     def stream(self, sample: Sample) -> None:
         self.streams.setdefault(sample, [])
         self._take(self.scheduler.stream(sample), self._running_rows())
+
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        self.device.epoch += 1
 
     # -- Steps
 
@@ -245,7 +282,7 @@ class Workshop:
     def _running_rows(self) -> dict[Sample, list]:
         """What each running sample has: its blocks, if they are still its own, and its row."""
         return {
-            sample: [*(b for b in self.device.blocks_of(row) if self._owner.get(b) is sample), row]
+            sample: [*(b for b in self.device.blocks_of(row) if sample in self._owners.get(b, ())), row]
             for sample, row in self._row_of.items()
             if sample.state is SampleState.RUNNING
         }
@@ -268,23 +305,41 @@ class Workshop:
             row, seed = int(record["row"]), int(record["seed_low"]) | int(record["seed_high"]) << 32
             sample = next(s for s in self.samples if s.request.seed == seed)
             self._forget(sample)
-            self._check_free(row, self._user_of_row.get(row), committed)
+            self._check_free(row, {self._user_of_row.get(row)}, committed)
+            self.hits[sample] = int(record["length"])
             assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
             self._user_of_row[row], self._row_of[sample] = sample, row
-        for group, row, _, block in plan.block_deltas.tolist():
-            self._check_free((group, block), self._owner.get((group, block)), committed)
-            self._owner[group, block] = self._user_of_row[row]
+        joined = set(plan.joins["row"].tolist())
+        for group, row, index, block in plan.block_deltas.tolist():
+            sample = self._user_of_row[row]
+            if row in joined and index * self.limits.block_size < self.hits[sample]:
+                self._check_shared(group, block, index, sample, committed)
+                self._owners[group, block].add(sample)
+            else:
+                self._check_free((group, block), self._owners.get((group, block), set()), committed)
+                self._owners[group, block] = {sample}
         for row in [*plan.lane_rows.tolist(), *plan.chunks[:, 0].tolist()]:
             assert self._user_of_row[row].state is SampleState.RUNNING, "a step for a sample that does not run"
 
     def _forget(self, sample: Sample) -> None:
         """A preempted sample comes back: what it had in its last life is not its own."""
-        self._owner = {block: owner for block, owner in self._owner.items() if owner is not sample}
+        for owners in self._owners.values():
+            owners.discard(sample)
         self._user_of_row = {row: user for row, user in self._user_of_row.items() if user is not sample}
 
-    def _check_free(self, thing: object, user: Sample | None, committed: int) -> None:
-        assert user is None or user.state is not SampleState.RUNNING, f"{thing} is in use"
+    def _check_free(self, thing: object, users: set[Sample | None], committed: int) -> None:
+        assert not any(user and user.state is SampleState.RUNNING for user in users), f"{thing} is in use"
         assert self._quarantine.pop(thing, -1) <= committed, f"{thing} is given out while a step may use it"
+
+    def _check_shared(self, group: int, block: int, index: int, sample: Sample, committed: int) -> None:
+        """A shared block was written after the very tokens that the sample has, by a committed step since a reset."""
+        device, size = self.device, self.limits.block_size
+        expected = sample.tokens[: (index + 1) * size].tolist()
+        assert device.cache[group, block].tolist() == expected[-size:], "a shared block holds other tokens"
+        assert device.prefixes[group, block] == expected, "a shared block was written after other tokens"
+        assert index * size + size < len(sample.tokens), "the last token must be computed"
+        assert device.written[group, block] <= committed, "a block was shared before its step was committed"
+        assert device.epoch_of[group, block] == device.epoch, "a block was shared across a reset"
 
     def check_idle(self) -> None:
         scheduler, stats = self.scheduler, self.scheduler.stats()
@@ -306,6 +361,7 @@ class Workshop:
         else:
             assert (output, sample.finish_reason) == (expected, reason)
         assert sample.state is SampleState.FINISHED
+        assert not sample.chain, "an ended sample keeps digests"
         assert (sample.error is not None) == (sample.finish_reason is FinishReason.ERROR)
         if sample in self.streams:
             streamed = self.streams[sample]

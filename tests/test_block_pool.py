@@ -8,7 +8,7 @@ from twostroke.plan import DUMMY_BLOCK
 
 
 def test_hands_out_every_block_once_and_never_the_dummy():
-    pool = BlockPool(6, num_groups=2)
+    pool = BlockPool(6, 4, num_groups=2)
     blocks = np.concatenate([pool.take(2), pool.take(3)], axis=1)
     assert blocks.dtype == np.int32
     for group in blocks:
@@ -18,7 +18,7 @@ def test_hands_out_every_block_once_and_never_the_dummy():
 
 
 def test_takes_back_what_it_gave():
-    pool = BlockPool(6, num_groups=2)
+    pool = BlockPool(6, 4, num_groups=2)
     first, second = pool.take(2), pool.take(3)
     pool.give(first)
     assert pool.free == 2
@@ -28,7 +28,7 @@ def test_takes_back_what_it_gave():
 
 
 def test_what_it_gives_is_a_copy():
-    pool = BlockPool(4)
+    pool = BlockPool(4, 4)
     blocks = pool.take(2)
     kept = blocks.copy()
     pool.give(blocks[:, :1])
@@ -39,7 +39,7 @@ def test_what_it_gives_is_a_copy():
 
 
 def test_a_reservation_lowers_available_until_it_is_taken_or_undone():
-    pool = BlockPool(6)
+    pool = BlockPool(6, 4)
     pool.reserve(4)
     assert (pool.free, pool.reserved, pool.available) == (5, 4, 1)
     assert pool.take_reserved(3).shape == (1, 3)
@@ -49,7 +49,7 @@ def test_a_reservation_lowers_available_until_it_is_taken_or_undone():
 
 
 def test_promised_blocks_are_not_given_to_others():
-    pool = BlockPool(6)
+    pool = BlockPool(6, 4)
     pool.reserve(4)
     with pytest.raises(RuntimeError, match="2 blocks to take, 1 available"):
         pool.take(2)
@@ -58,7 +58,7 @@ def test_promised_blocks_are_not_given_to_others():
 
 
 def test_refuses_to_lose_count():
-    pool = BlockPool(4)
+    pool = BlockPool(4, 4)
     with pytest.raises(RuntimeError, match="unreserve"):
         pool.take_reserved(1)
     blocks = pool.take(1)
@@ -68,4 +68,4 @@ def test_refuses_to_lose_count():
 
 
 def test_a_pool_without_usable_blocks_has_none_to_take():
-    assert BlockPool(1).available == 0
+    assert BlockPool(1, 4).available == 0

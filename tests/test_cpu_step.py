@@ -67,7 +67,9 @@ def calls_of_steady_steps(rows: int, waiting: int, streamed: bool, steps: int = 
         scheduler.submit(sample)
     for sample in samples[:rows] if streamed else ():
         scheduler.stream(sample)
-    words = np.empty(input_capacity(max_rows=rows, max_step_tokens=20_000, block_size=16, num_groups=1), np.int32)
+    words = np.empty(
+        input_capacity(max_rows=rows, max_step_tokens=20_000, max_model_len=4096, block_size=16, num_groups=1), np.int32
+    )
 
     def step() -> None:
         plan = scheduler.plan()

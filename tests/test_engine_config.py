@@ -34,6 +34,7 @@ BAD = {
     "max_model_len": [0, 1, -1, 1.5, 2049],
     "attention": ["flash", None, "triton"],
     "graphs": [1, None, "yes"],
+    "prefix_cache": [1, None, "yes"],
     "seed": [-1, 2**64, 1.5, "0"],
 }
 
@@ -132,6 +133,13 @@ def test_num_blocks(plain):
     assert watched.stats.free_blocks == 5
     assert watched.most_running < plain.most_running
     assert watched.tokens == plain.tokens
+
+
+def test_prefix_cache(plain):
+    again = [Watched([*PROMPTS, [*PROMPTS[5], 1]], max_rows=6, prefix_cache=on) for on in (True, False)]
+    assert [watched.stats.prefix_hit_tokens for watched in again] == [32, 0]
+    assert again[0].tokens == again[1].tokens
+    assert again[0].tokens[:6] == plain.tokens
 
 
 def test_cache_bytes(plain):

@@ -25,24 +25,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         usable_blocks=st.integers(2, 12),
         num_groups=st.integers(1, 2),
+        prefix_cache=st.booleans(),
     )
     def open(self, **config):
         self.shop = Workshop(max_model_len=32, **config)
 
     @rule(
         length=st.integers(1, 12),
+        family=st.none() | st.integers(0, 1),
+        turn_of=st.none() | st.integers(0, 30),
         output=st.integers(1, 20),
         stops=st.integers(0, 12),
         min_tokens=st.integers(0, 20),
         nan_at=st.none() | st.integers(0, 6),
         streamed=st.booleans(),
     )
-    def submit(self, length, output, stops, min_tokens, nan_at, streamed):
+    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed):
+        """A prompt of its own, one of a family with the same beginning, or the next turn of an earlier sample."""
         limits = self.shop.limits
-        length = min(length, limits.cache_positions, limits.max_model_len - 1)
+        longest = min(limits.cache_positions, limits.max_model_len - 1)
+        prompt = length = min(length, longest)
+        if family is not None:
+            prompt = [family] * (length // 2) + [3 + (i % 2) for i in range(length - length // 2)]
+        if turn_of is not None and self.shop.samples:
+            prompt = [*self.shop.samples[turn_of % len(self.shop.samples)].tokens.tolist(), *range(length)][:longest]
+            length = len(prompt)
         output = min(output, limits.cache_positions + 1 - length, limits.max_model_len - length)
         sample = self.shop.submit(
-            length, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output)
+            prompt, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output)
         )
         if streamed:
             self.shop.stream(sample)
@@ -68,6 +78,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def stream(self, which):
         alive = self.alive()
         self.shop.stream(alive[which % len(alive)])
+
+    @rule()
+    def reset(self):
+        self.shop.reset()
 
     def alive(self):
         return [sample for sample in self.shop.samples if sample.state is not SampleState.FINISHED]

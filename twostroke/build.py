@@ -148,7 +148,7 @@ class _Builder:
         buckets = Buckets.padded(self.max_lanes) if self.on_cuda else Buckets.exact(self.max_lanes)
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
         runner = Runner(device, state, self._make_ops(), forward, partial(_sample, sampling), buckets)
-        slots = [self._make_slot(self._num_groups(model)) for _ in range(config.slots)]
+        slots = [self._make_slot(self._num_groups(model), longest) for _ in range(config.slots)]
         device.synchronize()
         reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
         num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
@@ -225,11 +225,12 @@ class _Builder:
 
         return TritonAttention(*arguments, max_lanes=self.max_lanes)
 
-    def _make_slot(self, num_groups: int) -> Slot:
+    def _make_slot(self, num_groups: int, longest: int) -> Slot:
         config = self.config
         words = input_capacity(
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
+            max_model_len=longest,
             block_size=config.block_size,
             num_groups=num_groups,
         )
@@ -245,6 +246,7 @@ class _Builder:
             block_size=config.block_size,
             num_blocks=num_blocks,
             num_groups=self._num_groups(model),
+            prefix_cache=config.prefix_cache,
         )
 
     def _block_bytes(self, model: Model) -> int:

@@ -34,6 +34,7 @@ class EngineConfig:
     max_model_len: int | None
     attention: str
     graphs: bool
+    prefix_cache: bool
     seed: int | None
 
     def validate(self) -> None:
@@ -55,8 +56,9 @@ class EngineConfig:
             ("seed", 0, 2**64 - 1),
         ):
             self._integer(name, low, high)
-        if not isinstance(self.graphs, bool):
-            raise InvalidConfig(f"graphs={shown(self.graphs)} must be True or False")
+        for name in ("graphs", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"{name}={shown(getattr(self, name))} must be True or False")
         if self.num_blocks is not None and self.cache_bytes is not None:
             raise InvalidConfig(
                 f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"

@@ -32,7 +32,8 @@ class EngineStats:
 
     Attributes:
         waiting, running: samples in the queue, and in the batch.
-        free_blocks: blocks of the cache that nobody has.
+        free_blocks: blocks of the cache that nobody has. cached_blocks: those of them whose content can be used again.
+        prefix_hit_tokens: tokens that were taken from the prefix cache and not computed, in all.
         preemptions: how often a sample was put back, in all.
         steps: steps done.
         active: share of the working time in which the compute stream ran a step, 0 to 1.
@@ -46,6 +47,8 @@ class EngineStats:
     waiting: int
     running: int
     free_blocks: int
+    cached_blocks: int
+    prefix_hit_tokens: int
     preemptions: int
     steps: int
     active: float
@@ -76,6 +79,7 @@ class Engine:
         max_model_len: most tokens of a sample, prompt and output. None: what the model and the cache allow.
         attention: `auto`, `triton` (CUDA only), or `torch`, the plain PyTorch form.
         graphs: capture decode steps in CUDA graphs. Without CUDA there is nothing to capture.
+        prefix_cache: reuse the blocks of the KV cache whose tokens, and all before them, another request had too.
         seed: of the generator that gives seeds to unseeded requests, and of random weights. None: the former are
             unpredictable, the latter those of seed 0.
 
@@ -101,6 +105,7 @@ class Engine:
         max_model_len: int | None = None,
         attention: str = "auto",
         graphs: bool = True,
+        prefix_cache: bool = True,
         seed: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
@@ -181,6 +186,8 @@ class Engine:
             waiting=scheduler.waiting,
             running=scheduler.running,
             free_blocks=scheduler.free_blocks,
+            cached_blocks=scheduler.cached_blocks,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
             steps=activity.steps,
             active=activity.active,
@@ -190,6 +197,16 @@ class Engine:
             idle_by_cause=dict(activity.idle),
             cpu_seconds=dict(activity.cpu),
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the cache holds: requests that start later use nothing that was computed before this call.
+
+        Requests that run keep their blocks, and go on undisturbed.
+
+        Raises:
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        self._life.inbox.put(lambda scheduler: scheduler.reset_prefix_cache())
 
     def close(self) -> None:
         """Cancel what is running, hand over every output, and stop all threads. Safe to call twice."""

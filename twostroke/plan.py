@@ -36,6 +36,14 @@ ROW_RECORD = np.dtype(
 """A row that joins, as one record of 4-byte words: the row number, then one word per field of the row state."""
 
 
+def max_shared_blocks(max_step_tokens: int, max_model_len: int, block_size: int) -> int:
+    """Most blocks of a group that the rows which join in one plan may take from the prefix cache.
+
+    Enough for any one row, and for many; it bounds the size of a slot's input.
+    """
+    return -(-max_model_len // block_size) + 4 * max_step_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. The tokens of a step are those of its lanes, one each, then those of its prompt chunks.

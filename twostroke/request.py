@@ -320,6 +320,8 @@ class Sample:
         state: see `SampleState`.
         order: arrival number, given by the scheduler; smaller is older.
         tokens: prompt and output token ids, int32; current whenever the sample has no row.
+        chain: digests of the full blocks of `tokens`, as far as the prefix cache needed them.
+        cached_tokens: prompt tokens that its first admission found in the prefix cache.
         preemptions: how often it lost its place to an older sample.
         finish_reason: why it ended; None before that.
         error: what went wrong, where the reason is `error`.
@@ -330,6 +332,8 @@ class Sample:
     state: SampleState = SampleState.WAITING
     order: int = -1
     tokens: np.ndarray = field(init=False)
+    chain: list[bytes] = field(default_factory=list, repr=False)
+    cached_tokens: int = 0
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None

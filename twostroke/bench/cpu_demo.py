@@ -52,6 +52,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "new_tokens": NEW_TOKENS,
         "temperature": 0.0,
         "threads": threads,
+        "prefix_cache": False,
     }
     return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 
@@ -66,6 +67,7 @@ def _twostroke(loop: str, options: BenchOptions) -> list[Measured]:
         loop=loop,
         slots=options.slots,
         max_step_tokens=options.step_tokens(MAX_STEP_TOKENS),
+        prefix_cache=False,  # the same prompts come in the warm-up and in every repetition
     ) as engine:
         measure(engine, CHATS, params)
         return [measure(engine, CHATS, params) for _ in range(options.repetitions)]

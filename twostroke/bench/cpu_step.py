@@ -1,7 +1,8 @@
 """`cpu-step`: what the CPU does in a steady decode step, with the device's work stubbed.
 
-All but the arithmetic is real: the loop, the scheduler, the slots, the streams and events of the CPU device, delivery
-and its handles. Rows begin with prompts of 1 to 16 tokens, so in every step one row in 16 gets a block.
+All but the arithmetic is real: the loop, the scheduler with its prefix cache, the slots, the streams and events of the
+CPU device, delivery and its handles. Rows begin with prompts of 1 to 16 tokens, so in every step one row in 16 gets a
+block. They publish blocks when they leave, which no measured step sees, and the cache has blank blocks throughout.
 
     plan      Scheduler.plan
     fill      Slot.fill
@@ -79,7 +80,13 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     for case in cases:
         say(f"{case.rows} rows, {case.waiting} waiting{', streamed' if case.streamed else ''}")
         runs += [run_case(case, loop, options.slots) for loop in options.loops for _ in range(options.repetitions)]
-    workload = {"steps": STEPS, "block_size": BLOCK_SIZE, "slots": options.slots, "device": "stubbed"}
+    workload = {
+        "steps": STEPS,
+        "block_size": BLOCK_SIZE,
+        "slots": options.slots,
+        "prefix_cache": True,
+        "device": "stubbed",
+    }
     return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 
 
@@ -264,11 +271,12 @@ class TimedScheduler(Scheduler):
 
 
 class TimedSlot(Slot):
-    """A slot whose `fill` is timed, and whose device output says of every row that it lives."""
+    """A slot whose `fill` is timed, and whose device output says that every row lives and samples its own token."""
 
     def __init__(self, watch: Watch, device: CpuDevice, input_words: int, max_outputs: int) -> None:
         super().__init__(device, input_words, max_outputs)
         self._watch = watch
+        self.device_output[:, 0] = torch.arange(max_outputs)
         self.device_output[:, 1] = int(Flag.TOKEN)
 
     def fill(self, plan: Plan, outputs: int) -> None:
@@ -319,7 +327,13 @@ _NOTHING: Any = None
 
 
 def _make_slot(case: Case, watch: Watch, device: CpuDevice) -> Slot:
-    words = input_capacity(max_rows=case.rows, max_step_tokens=MAX_STEP_TOKENS, block_size=BLOCK_SIZE, num_groups=1)
+    words = input_capacity(
+        max_rows=case.rows,
+        max_step_tokens=MAX_STEP_TOKENS,
+        max_model_len=LIMITS.max_model_len,
+        block_size=BLOCK_SIZE,
+        num_groups=1,
+    )
     return TimedSlot(watch, device, words, case.rows)
 
 

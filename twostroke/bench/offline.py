@@ -115,6 +115,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "new_tokens": sum(workload.outputs),
         "temperature": workload.temperature,
         "max_rows": workload.max_rows,
+        "prefix_cache": False,
         "read_bytes_per_s": ceilings.read_bytes_per_s,
         "flop_per_s": ceilings.flop_per_s,
         **built,
@@ -136,6 +137,7 @@ def _twostroke(
         max_rows=workload.max_rows,
         max_step_tokens=options.step_tokens(MAX_STEP_TOKENS),
         max_model_len=workload.max_model_len,
+        prefix_cache=False,  # the same prompts come in the warm-up and in every repetition
         seed=0,
     ) as engine:
         built |= {"slots": options.slots, **asdict(engine.report)}

@@ -49,7 +49,8 @@ def _measure(loop: str, params: SamplingParams, given: dict[str, str]) -> Measur
     from ..bench.measure import measure
 
     typer.echo(f"{loop} loop: loading the model, answering {len(CHATS)} prompts together ...", err=True)
-    with Engine(**given, loop=loop) as engine:  # type: ignore[arg-type]  # mypy maps the strings to every parameter
+    # NOTE: the prefix cache is off, since the warm-up has the same prompts.
+    with Engine(**given, loop=loop, prefix_cache=False) as engine:  # type: ignore[arg-type]  # strings for all, to mypy
         engine.generate(CHATS, replace(params, max_tokens=WARM_UP_TOKENS), progress=False)
         return measure(engine, CHATS, params)
 

@@ -85,6 +85,9 @@ class EngineFlags:
     max_model_len: Annotated[int | None, engine_flag("Most tokens of prompt and output together.")] = None
     attention: Annotated[str | None, engine_flag("triton, torch or auto.")] = None
     graphs: Annotated[bool | None, engine_flag("CUDA graphs for decode steps.", "--graphs/--no-graphs")] = None
+    prefix_cache: Annotated[
+        bool | None, engine_flag("Reuse the KV cache of equal prompt beginnings.", "--prefix-cache/--no-prefix-cache")
+    ] = None
     engine_seed: Annotated[
         int | None, engine_flag("Where requests without a seed get theirs from.", "--engine-seed")
     ] = None

@@ -9,7 +9,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..plan import ROW_RECORD, Plan
+from ..plan import ROW_RECORD, Plan, max_shared_blocks
 
 HEADER_WORDS = 16
 RECORD_WORDS = ROW_RECORD.itemsize // 4
@@ -32,12 +32,13 @@ class Header(IntEnum):
     STEP = 11
 
 
-def input_capacity(*, max_rows: int, max_step_tokens: int, block_size: int, num_groups: int) -> int:
+def input_capacity(*, max_rows: int, max_step_tokens: int, max_model_len: int, block_size: int, num_groups: int) -> int:
     """Return the words that the largest plan needs.
 
-    A step can add a block to every lane, and to every chunk one more than it fills.
+    A step can add a block to every lane, to every chunk one more than it fills, and shared blocks to rows that join.
     """
-    block_deltas = num_groups * (2 * max_rows + max_step_tokens // block_size + 1)
+    blocks = 2 * max_rows + max_step_tokens // block_size + 1
+    block_deltas = num_groups * (blocks + max_shared_blocks(max_step_tokens, max_model_len, block_size))
     lane_deltas = 2 * max_rows
     return HEADER_WORDS + max_rows * RECORD_WORDS + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
 

@@ -39,17 +39,31 @@ class Audit:
         self._check_counters()
 
     def _check_blocks(self) -> None:
-        """Every block but the dummy is free, held by one row, or pending; promises add up."""
+        """Every block but the dummy is free, or in use by as many as have it in their tables; promises add up."""
         scheduler = self._scheduler
         rows, pool = scheduler.rows, scheduler.pool
-        held = [rows.blocks[:, row, : rows.held[row]] for row in range(len(rows.held))]
         pending = [release.blocks for release in scheduler.releases.pending()]
-        blocks = np.concatenate([pool.free_blocks(), *held, *pending], axis=1)
-        expected = np.arange(DUMMY_BLOCK + 1, pool.total + 1)
-        assert (np.sort(blocks, axis=1) == expected).all(), "a block is lost or has two owners"
+        in_use = np.concatenate(
+            [*(rows.blocks[:, row, : rows.held[row]] for row in range(len(rows.held))), *pending], 1
+        )
+        assert (in_use == in_use[0]).all(), "the groups do not run in lockstep"
+        users = np.bincount(in_use[0], minlength=pool.total + 1)
+        assert (pool.sharers == np.maximum(users - 1, 0)).all(), "those who share a block do not add up"
+        blocks = np.concatenate([pool.free_blocks(), [np.flatnonzero(users)] * len(in_use)], axis=1)
+        assert (np.sort(blocks, axis=1) == np.arange(DUMMY_BLOCK + 1, pool.total + 1)).all(), (
+            "a block is lost, or free and in use"
+        )
         assert sum(block.shape[1] for block in pending) == scheduler.releases.blocks
         assert pool.reserved == rows.reserved.sum(), "reservations do not add up"
         assert 0 <= pool.reserved <= pool.free, "more promised than free"
+        self._check_cache(users)
+
+    def _check_cache(self, users: np.ndarray) -> None:
+        """A known block is known for one content, and idle if nobody uses it."""
+        scheduler = self._scheduler
+        known, idle = scheduler.pool.cache.known_blocks(), scheduler.pool.cache.idle_blocks()
+        assert len(set(known)) == len(known), "a block is known for two contents"
+        assert {block for block in known if not users[block]} == set(idle), "a known block is neither idle nor in use"
 
     def _check_rows(self) -> None:
         """Every row is free, running, draining or dead; waiting samples are sorted, and younger than who goes on."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..plan import ROW_RECORD, Plan
 from ..request import Sample
+from .rows import NO_TOKENS
 
 INT32_MAX = np.iinfo(np.int32).max
 FLOAT32 = np.finfo(np.float32)
@@ -17,13 +18,12 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 NO_CHUNKS = _frozen(np.empty((0, 4), np.int32))
-NO_TOKENS = _frozen(np.empty(0, np.int32))
 NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
 NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
 
 
-def row_record(row: int, sample: Sample) -> np.ndarray:
-    """The device's state of a row that joins, `ROW_RECORD` [1].
+def row_record(row: int, sample: Sample, length: int) -> np.ndarray:
+    """The device's state of a row that joins with `length` positions in shared blocks, `ROW_RECORD` [1].
 
     Values that are checked as Python numbers are brought into the range of the record's types without a change of
     meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
@@ -31,6 +31,7 @@ def row_record(row: int, sample: Sample) -> np.ndarray:
     request, params = sample.request, sample.request.params
     record = np.zeros(1, ROW_RECORD)
     record["row"] = row
+    record["length"] = length
     record["outputs"] = len(sample.tokens) - sample.prompt_len
     record["min_outputs"] = min(params.min_tokens, INT32_MAX)
     record["max_outputs"] = request.max_tokens
@@ -50,13 +51,19 @@ class Draft:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.shared_blocks = 0
         self._joins: list[np.ndarray] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._pieces: list[np.ndarray] = []
         self._block_deltas: list[np.ndarray] = []
 
-    def add_join(self, row: int, sample: Sample) -> None:
-        self._joins.append(row_record(row, sample))
+    def add_join(self, row: int, sample: Sample, length: int) -> None:
+        self._joins.append(row_record(row, sample, length))
+
+    def add_shared_blocks(self, deltas: np.ndarray, count: int) -> None:
+        """Add the block deltas of `count` blocks of each group that a joining row shares."""
+        self.shared_blocks += count
+        self._block_deltas.append(deltas)
 
     def add_blocks(self, deltas: np.ndarray) -> None:
         self._block_deltas.append(deltas)

@@ -9,11 +9,15 @@ import numpy as np
 
 
 class Release(NamedTuple):
-    """A row, and the blocks int32 [G, n] that it had, to be returned once `step` is committed."""
+    """A row, and the blocks int32 [G, n] that it had, to be returned once `step` is committed.
+
+    The first of the blocks hold the published `chain`.
+    """
 
     step: int
     row: int
     blocks: np.ndarray
+    chain: list[bytes]
 
 
 class Releases:
@@ -45,6 +49,11 @@ class Releases:
         release = self._queue.popleft()
         self.blocks -= release.blocks.shape[1]
         return release
+
+    def forget_chains(self) -> None:
+        """Let what is queued be of no use to anybody once it is returned."""
+        for release in self._queue:
+            release.chain.clear()
 
     def pending(self) -> list[Release]:
         """All that is queued, oldest first."""

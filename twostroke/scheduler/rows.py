@@ -6,7 +6,13 @@ import time
 
 import numpy as np
 
+from ..plan import Flag, Plan, StepOutput
 from ..request import Sample, SampleState
+
+NO_TOKENS = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+_TOKEN = int(Flag.TOKEN)
 
 
 class RowTable:
@@ -48,11 +54,19 @@ class RowTable:
         self.limit = np.zeros(num_rows, np.int64)
         self.event_at = np.zeros(num_rows, np.int64)
         """The `launched` at which a decoding row reaches its limit or the edge of its last block."""
+        self.shared = np.zeros(num_rows, np.int64)
+        """Positions that the row found in the prefix cache."""
+        self.publishes = np.zeros(num_rows, bool)
+        """The row's blocks may be found by others."""
         self.order = np.full(num_rows, -1, np.int64)
         self.alive = np.zeros(num_rows, bool)
         self.streaming = np.zeros(num_rows, bool)
         self.samples = np.full(num_rows, None, object)
         self.free = list(range(num_rows - 1, -1, -1))
+
+    def blocks_of(self, positions: int) -> int:
+        """Blocks that so many positions need."""
+        return -(-positions // self.block_size)
 
     def admit(self, sample: Sample, reserved: int, streaming: bool) -> int:
         """Give `sample` a free row, and return its number."""
@@ -68,11 +82,16 @@ class RowTable:
         sample.state = SampleState.RUNNING
         return row
 
+    def begin_at(self, row: int, length: int) -> None:
+        """The row finds its first `length` positions, full blocks, computed, and its own may be found by others."""
+        self.launched[row] = self.confirmed[row] = self.shared[row] = length
+        self.publishes[row] = True
+
     def suspend(self, row: int) -> None:
         """The row takes part in no further step."""
         if self.order[row] >= 0:
             self.running -= 1
-        self.order[row] = -1
+        self.order[row], self.publishes[row] = -1, False
 
     def end(self, row: int) -> None:
         """Suspend the row, and let nobody see what steps in flight still give it."""
@@ -111,12 +130,29 @@ class RowTable:
         self.event_at[row] = min((held + count) * self.block_size, int(self.limit[row]))
         return _block_deltas(np.intp(row), np.arange(held, held + count), blocks)
 
+    def confirm(self, plan: Plan) -> np.ndarray:
+        """Confirm the positions of `plan`; returns the rows that sampled, intp [S], in the order of the output."""
+        lane_rows = plan.lane_rows.astype(np.intp)
+        self.confirmed[lane_rows] += 1
+        if not len(plan.chunks):
+            return lane_rows
+        self.confirmed[plan.chunks[:, 0]] += plan.chunks[:, 2]
+        return np.concatenate([lane_rows, plan.sampling_chunks()[:, 0]])
+
     def write_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Write to each of `rows`, intp [S], the token after its confirmed positions."""
         self._flat_tokens[rows * self.tokens.shape[1] + self.confirmed[rows]] = tokens
 
+    def streamed(self, rows: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
+        """Of the tokens of `rows`, intp [S], those that are handed over as they come, each with its sample."""
+        mask = self.streaming[rows]
+        if not np.count_nonzero(mask):
+            return [], NO_TOKENS
+        mask &= output.flags & _TOKEN != 0
+        return self.samples[rows[mask]].tolist(), output.tokens[mask]
+
     def stamp_first_tokens(self, rows: np.ndarray) -> None:
-        """Note the time for the samples of `rows`, intp [S], that got their first token now."""
+        """Note the moment for those of `rows` whose samples had no token so far."""
         now = time.perf_counter()
         for sample in self.samples[rows].tolist():
             if sample is not None and sample.timings.first_token is None:

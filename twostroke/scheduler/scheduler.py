@@ -9,14 +9,15 @@ import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..errors import InvalidRequest
-from ..plan import Flag, Plan, StepOutput
+from ..plan import Flag, Plan, StepOutput, max_shared_blocks
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .committed import NOTHING, Committed
-from .draft import NO_TOKENS, Draft
+from .draft import Draft
 from .lanes import Lanes
+from .prefixes import Prefixes
 from .releases import Release, Releases
-from .rows import RowTable
+from .rows import NO_TOKENS, RowTable
 from .stats import SchedulerStats
 
 _TOKEN, _STOP, _ERROR = int(Flag.TOKEN), int(Flag.STOP), int(Flag.ERROR)
@@ -48,6 +49,7 @@ class Scheduler:
         max_model_len: most tokens of a sample, prompt and output.
         block_size: positions of a block. num_blocks: blocks of each of `num_groups` cache groups, with the dummy block.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
+        prefix_cache: rows that begin with the same tokens share blocks.
         debug: check the invariants after every plan and commit; slow.
     """
 
@@ -61,6 +63,7 @@ class Scheduler:
         num_blocks: int,
         num_groups: int = 1,
         max_chunk_tokens: int | None = None,
+        prefix_cache: bool = True,
         debug: bool = False,
     ) -> None:
         num_rows = min(max_rows, max_step_tokens)
@@ -69,7 +72,9 @@ class Scheduler:
         self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.max_model_len = max_model_len
         self.rows = RowTable(num_rows, max_model_len, block_size, num_groups)
-        self.pool = BlockPool(num_blocks, num_groups)
+        self.pool = BlockPool(num_blocks, block_size, num_groups)
+        self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
+        self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, block_size)
         self.lanes = Lanes(num_rows, dummy_row=max_rows)
         self.releases = Releases()
         self.launched_step = self.committed_step = -1
@@ -93,7 +98,7 @@ class Scheduler:
             InvalidRequest: it could never end here, since it outgrows the row table or the cache.
         """
         length = sample.prompt_len + sample.request.max_tokens
-        blocks = self._blocks_of(length - 1)
+        blocks = self.rows.blocks_of(length - 1)
         if length > self.max_model_len or blocks > self.pool.total:
             raise InvalidRequest(
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
@@ -105,18 +110,14 @@ class Scheduler:
 
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
-        if sample.state is SampleState.FINISHED:
-            return NOTHING
-        self._end(sample, FinishReason.CANCELLED)
-        return Committed([sample], [], NO_TOKENS)
+        return self._end_by_command(sample, FinishReason.CANCELLED)
 
     def finish(self, sample: Sample, count: int) -> Committed:
         """End `sample` by a stop, with its first `count` output tokens; does nothing if it has ended already."""
-        if sample.state is SampleState.FINISHED:
-            return NOTHING
-        self._end(sample, FinishReason.STOP)
-        sample.tokens = sample.tokens[: sample.prompt_len + count]
-        return Committed([sample], [], NO_TOKENS)
+        ended = self._end_by_command(sample, FinishReason.STOP)
+        if ended.finished:
+            sample.tokens = sample.tokens[: sample.prompt_len + count]
+        return ended
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
@@ -138,19 +139,21 @@ class Scheduler:
         output = self._known_tokens(sample)[sample.prompt_len :]
         return Committed([], [sample] * len(output), output)
 
+    def reset_prefix_cache(self) -> None:
+        """Use nothing again that was computed before; rows in use keep their blocks, but publish none of them."""
+        self.prefixes.stop()
+        self.releases.forget_chains()
+        self.pool.forget()
+
     @property
     def has_work(self) -> bool:
         """True while a sample has not ended or something waits for the commit of a step."""
         return bool(self.waiting or self.rows.running or self.releases)
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            waiting=len(self.waiting),
-            running=self.rows.running,
-            free_blocks=self.pool.free,
-            preemptions=self._preemptions,
-            steps=self.launched_step + 1,
-        )
+        pool, steps = self.pool, self.launched_step + 1
+        counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._preemptions, steps
+        return SchedulerStats(len(self.waiting), self.rows.running, *counts)
 
     # -- Planning ------------------------------------------------------------------------------------------------
 
@@ -196,8 +199,8 @@ class Scheduler:
     def _ration(self, claims: np.ndarray) -> np.ndarray:
         """The rows of `claims` that get a block although there are too few, oldest first.
 
-        What samples that ended, or that wait for their last token, will give back is worth waiting for. Beyond that
-        the youngest running samples are preempted until the rest can be served.
+        What samples that ended, or that wait for their last token, will give back, at most, is worth waiting for.
+        Beyond that the youngest running samples are preempted until the rest can be served.
         """
         claims = claims[np.argsort(self.rows.order[claims])]
         ending = (self.rows.launched == self.rows.limit) & (self.rows.order >= 0)
@@ -232,22 +235,30 @@ class Scheduler:
         """Give rows, and the promise of blocks for all their tokens, to the samples at the head of the queue."""
         while self.waiting and self.rows.free and self._budget(draft):
             sample = next(iter(self.waiting))
-            blocks = self._blocks_of(len(sample.tokens))
             # NOTE: without headroom a preempted sample would be admitted and preempted again at the next block's edge.
-            headroom = self.rows.running if sample.preemptions else 0
-            if sample in self.row_of or self.pool.available < blocks + headroom:
+            available = self.pool.available - (self.rows.running if sample.preemptions else 0)
+            if sample in self.row_of or available < 1:
+                return
+            found = self.prefixes.find(sample)
+            chain = sample.chain[: len(found)]
+            blocks = self.rows.blocks_of(len(sample.tokens))
+            needed = blocks - len(found) + self.pool.cache.count_idle(chain)
+            if available < needed or draft.shared_blocks + len(found) > self.max_shared_blocks:
                 return
             del self.waiting[sample]
-            self._launch_chunk(self._join(sample, blocks, draft), draft)
+            row = self._join(sample, blocks, len(found), draft)
+            if found:
+                draft.add_shared_blocks(self.rows.extend_blocks(row, self.pool.share(chain, found)), len(found))
+            self.pool.reserve(blocks - len(found))
+            self._launch_chunk(row, draft)
 
-    def _join(self, sample: Sample, blocks: int, draft: Draft) -> int:
-        self.pool.reserve(blocks)
+    def _join(self, sample: Sample, blocks: int, found: int, draft: Draft) -> int:
         row = self.rows.admit(sample, blocks, sample in self._streaming)
         self.row_of[sample] = row
         self.prefilling[row] = None
+        draft.add_join(row, sample, self.prefixes.begin(row, sample, found))
         if sample.timings.admitted is None:
             sample.timings.admitted = time.perf_counter()
-        draft.add_join(row, sample)
         return row
 
     def _launch_chunk(self, row: int, draft: Draft) -> None:
@@ -255,7 +266,7 @@ class Scheduler:
         rows = self.rows
         start, target = int(rows.launched[row]), int(rows.target[row])
         end = min(start + self._budget(draft), start + self.max_chunk_tokens, target)
-        missing = self._blocks_of(end) - int(rows.held[row])
+        missing = self.rows.blocks_of(end) - int(rows.held[row])
         if missing:
             draft.add_blocks(rows.extend_blocks(row, self.pool.take_reserved(missing)))
         draft.add_chunk(row, start, rows.tokens[row, start:end], samples=end == target)
@@ -269,14 +280,11 @@ class Scheduler:
         """Tokens that the step has left for prompts."""
         return self.max_step_tokens - self.lanes.count - draft.prompt_tokens
 
-    def _blocks_of(self, positions: int) -> int:
-        return -(-positions // self.block_size)
-
     def _preempt(self, row: int) -> None:
         """Send the row's sample back to the queue; it keeps the row until its tokens in flight are there."""
         sample = self.rows.samples[row]
         # Steps that are queued still use these blocks, but on the compute stream, before whoever gets them next.
-        self.pool.give(self._withdraw(row))
+        self.pool.give(*self._withdraw(row))
         self.rows.suspend(row)
         sample.state = SampleState.WAITING
         sample.preemptions += 1
@@ -296,15 +304,16 @@ class Scheduler:
         """
         if plan.step != self.committed_step + 1 or plan.step > self.launched_step:
             raise RuntimeError(f"step {plan.step} committed after {self.committed_step}, launched {self.launched_step}")
-        sampled = self._confirm(plan)
+        sampled = self.rows.confirm(plan)
         if not len(sampled) == len(output.tokens) == len(output.flags):
             raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
         self.committed_step = plan.step
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
         self.rows.write_tokens(sampled, output.tokens)
-        streamed, tokens = self._streamed(sampled, output)
+        streamed, tokens = self.rows.streamed(sampled, output)
         if len(sampled) > plan.num_lanes:
             self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
+            self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
         finished = self._end_flagged(sampled, output.flags)
         if self.draining:
             self._drain()
@@ -312,22 +321,6 @@ class Scheduler:
         if self._audit is not None:
             self._audit.committed(plan)
         return Committed(finished, streamed, tokens)
-
-    def _confirm(self, plan: Plan) -> np.ndarray:
-        """Confirm the positions of `plan`; returns the rows that sampled, intp, in the order of the output."""
-        lane_rows = plan.lane_rows.astype(np.intp)
-        self.rows.confirmed[lane_rows] += 1
-        if not len(plan.chunks):
-            return lane_rows
-        self.rows.confirmed[plan.chunks[:, 0]] += plan.chunks[:, 2]
-        return np.concatenate([lane_rows, plan.sampling_chunks()[:, 0]])
-
-    def _streamed(self, sampled: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
-        mask = self.rows.streaming[sampled]
-        if not np.count_nonzero(mask):
-            return [], NO_TOKENS
-        mask &= output.flags & _TOKEN != 0
-        return self.rows.samples[sampled[mask]].tolist(), output.tokens[mask]
 
     def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
@@ -362,6 +355,12 @@ class Scheduler:
 
     # -- Ending --------------------------------------------------------------------------------------------------
 
+    def _end_by_command(self, sample: Sample, reason: FinishReason) -> Committed:
+        if sample.state is SampleState.FINISHED:
+            return NOTHING
+        self._end(sample, reason)
+        return Committed([sample], [], NO_TOKENS)
+
     def _known_tokens(self, sample: Sample) -> np.ndarray:
         row = self.row_of.get(sample)
         return sample.tokens if row is None else self.rows.known_tokens(row)
@@ -371,29 +370,31 @@ class Scheduler:
         tokens = self._known_tokens(sample)
         sample.tokens = tokens[: len(tokens) - drop]
         if (row := self.row_of.pop(sample, None)) is not None:
-            self._retire(row)
+            self._retire(row, drop)
         self.waiting.pop(sample, None)
         self._streaming.discard(sample)
+        sample.chain.clear()
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         sample.timings.finished = time.perf_counter()
 
-    def _retire(self, row: int) -> None:
-        blocks = self._withdraw(row)
+    def _retire(self, row: int, bad: int) -> None:
+        blocks, chain = self._withdraw(row, bad)
         self.draining.pop(row, None)
         self.rows.end(row)
-        self.releases.push(Release(self.launched_step, row, blocks))
+        self.releases.push(Release(self.launched_step, row, blocks, chain))
         self._return_releases()
 
-    def _withdraw(self, row: int) -> np.ndarray:
-        """Take `row` out of everything that plans read; returns its blocks, int32 [G, n]."""
+    def _withdraw(self, row: int, bad: int = 0) -> tuple[np.ndarray, list[bytes]]:
+        """Take `row` out of everything that plans read; returns its blocks, int32 [G, n], and their published chain."""
         self.lanes.leave(row)
         self.ready.pop(row, None)
         self.prefilling.pop(row, None)
         self.pool.unreserve(int(self.rows.reserved[row]))
         self.rows.reserved[row] = 0
-        return self.rows.pop_blocks(row)
+        chain = self.prefixes.publish(row, bad)
+        return self.rows.pop_blocks(row), chain
 
     def _return_releases(self) -> None:
         while (release := self.releases.pop(self.committed_step)) is not None:
-            self.pool.give(release.blocks)
+            self.pool.give(release.blocks, release.chain)
             self.rows.free_row(release.row)

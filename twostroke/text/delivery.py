@@ -218,6 +218,7 @@ class Delivery:
             finish_reason=FinishReason.STOP if stopped else sample.finish_reason,
             error=None if stopped else sample.error,
             seed=sample.request.seed,
+            cached_tokens=sample.cached_tokens,
             preemptions=sample.preemptions,
             timings=sample.timings,
         )

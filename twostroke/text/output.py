@@ -37,6 +37,7 @@ class RequestOutput:
         finish_reason: `stop`, `length`, `cancelled` or `error`.
         error: what went wrong, where the reason is `error`.
         seed: the key of the random numbers: with it the same request gives the same tokens.
+        cached_tokens: prompt tokens whose keys and values were in the prefix cache when the request began to run.
         preemptions: how often the request was put back and recomputed.
         timings: moments of its life.
     """
@@ -49,5 +50,6 @@ class RequestOutput:
     finish_reason: FinishReason
     error: str | None
     seed: int
+    cached_tokens: int
     preemptions: int
     timings: Timings

@@ -77,7 +77,8 @@ def run_profile(loop: str, workload: Workload, window_steps: int, options: Mappi
     """
     window: Window = deque(maxlen=window_steps)
     longest = workload.prompt_tokens + workload.max_tokens
-    with Engine(loop=loop, max_rows=workload.rows, max_model_len=longest, **options) as engine:
+    # NOTE: the prefix cache is off, since the warm-up has the same prompts.
+    with Engine(loop=loop, max_rows=workload.rows, max_model_len=longest, prefix_cache=False, **options) as engine:
         prompts = workload.prompts(engine.model.vocab_size)
         engine.generate(prompts, _greedy(min(WARM_UP_TOKENS, workload.max_tokens)), progress=False)
         before = engine.stats()

@@ -1,0 +1,77 @@
+"""Prefixes: which of a sample's first blocks are taken from the cache, and which of a row's are put into it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache.prefix_cache import PrefixCache
+from ..plan import Flag
+from ..request import Sample
+from .rows import RowTable
+
+_TOKEN = int(Flag.TOKEN)
+
+
+class Prefixes:
+    """Between the rows and the prefix cache.
+
+    A row's full blocks are published twice in its life, each time as far as they are *vouched for*: the steps that
+    computed them are committed, so their tokens are known, and a token was sampled after them from finite logits,
+    which depend on all of them (with sliding windows only, on those within reach).
+
+        commit of the step that gives the first token     the blocks of the prompt
+        the row leaves: it ends, or is preempted          what it has decoded, too
+
+    So a steady step has nothing to publish. A prompt's chunks are not vouched for before the last one is, and a row
+    that ends with an error publishes nothing of what the step with the bad logits computed.
+
+    Nothing is looked up before its sample is admitted: what was there earlier may be gone by then.
+
+    Attributes:
+        hit_tokens: tokens that admissions found in the cache, since the start.
+    """
+
+    def __init__(self, rows: RowTable, cache: PrefixCache, *, enabled: bool) -> None:
+        self.hit_tokens = 0
+        self._rows = rows
+        self._cache = cache
+        self._enabled = enabled
+
+    def find(self, sample: Sample) -> list[int]:
+        """The blocks that hold the beginning of a waiting sample's tokens; at least the last token is left out."""
+        return self._cache.find(sample.chain, sample.tokens) if self._enabled else []
+
+    def begin(self, row: int, sample: Sample, found: int) -> int:
+        """Let `row`, just admitted, begin after `found` shared blocks; returns the positions in them."""
+        length = found * self._rows.block_size
+        if self._enabled:
+            self._rows.begin_at(row, length)
+            self.hit_tokens += length
+            if sample.timings.admitted is None:
+                sample.cached_tokens = length
+        return length
+
+    def publish_prompts(self, rows: np.ndarray, flags: np.ndarray) -> None:
+        """Publish the prompts of `rows`, intp [S], which have sampled their first token."""
+        for row, flag in zip(rows.tolist(), flags.tolist(), strict=True):
+            if flag & _TOKEN:
+                self.publish(row, bad=0)
+
+    def publish(self, row: int, bad: int) -> list[bytes]:
+        """Publish the vouched blocks of `row`, the last `bad` of its confirmed positions left out; return their chain.
+
+        A row that must not publish has an empty chain.
+        """
+        rows = self._rows
+        if not rows.publishes[row]:
+            return []
+        good = int(rows.confirmed[row]) - bad
+        vouched = good if good >= rows.target[row] else int(rows.shared[row])
+        count = vouched // rows.block_size
+        chain: list[bytes] = rows.samples[row].chain
+        self._cache.publish(chain, rows.tokens[row], rows.blocks[0, row, :count].tolist())
+        return chain[:count]
+
+    def stop(self) -> None:
+        """Let no row that runs now publish anything more."""
+        self._rows.publishes[:] = False
