@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from twostroke import Engine, EngineDead
 from twostroke.device.cpu import CpuDevice
 
 
@@ -142,3 +143,13 @@ def test_meter_reports_when_each_step_began_and_ended(device):
     assert second[0] - first[1] >= 0.01
     assert second[1] - second[0] >= 0.02
     assert second[1] <= time.perf_counter()
+
+
+def test_work_for_a_closed_stream_is_an_error_and_no_wait_for_ever(device):
+    event = device.event()
+    device.close()
+    for queue in (lambda: device.compute.run(print), lambda: device.compute.record(event)):
+        with pytest.raises(RuntimeError, match="closed"):
+            queue()
+    with Engine("tiny", device=device) as engine, pytest.raises(EngineDead, match="closed"):
+        engine.generate([[1, 2, 3]])

@@ -89,23 +89,27 @@ class CpuStream:
     def __init__(self, name: str, failure: Failure) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failure = failure
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"twostroke-{name}", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[], object]) -> None:
+        if self._closed:
+            raise RuntimeError("this stream is closed: nothing would ever run what is queued on it")
         self._work.put(work)
 
     def record(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         generation = event.begin()
-        self._work.put(lambda: event.complete(generation))
+        self.run(lambda: event.complete(generation))
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CpuEvent)
         generation = event.latest()
-        self._work.put(lambda: event.wait_until(generation))
+        self.run(lambda: event.wait_until(generation))
 
     def close(self) -> None:
+        self._closed = True
         self._work.put(_STOP)
         if threading.current_thread() is not self._thread:
             self._thread.join()
