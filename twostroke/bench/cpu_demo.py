@@ -41,7 +41,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         say(f"twostroke, {loop} loop")
         measured = _twostroke(loop, options)
         prompts = [output.prompt_token_ids for output in measured[0].outputs]
-        runs += [_as_run(loop, one) for one in measured]
+        runs += [one.as_run(loop) for one in measured]
     say("transformers, padded and continuous batching")
     runs += _transformers(prompts, options.repetitions)
     workload = {
@@ -71,18 +71,6 @@ def _twostroke(loop: str, options: BenchOptions) -> list[Measured]:
     ) as engine:
         measure(engine, CHATS, params)
         return [measure(engine, CHATS, params) for _ in range(options.repetitions)]
-
-
-def _as_run(loop: str, measured: Measured) -> Run:
-    return Run(
-        engine="twostroke",
-        loop=loop,
-        seconds=measured.seconds,
-        tokens=measured.tokens,
-        ms_per_step=1e3 * measured.seconds / measured.steps,
-        gpu_active=measured.active,
-        cpu_us=measured.cpu_us,
-    )
 
 
 def _transformers(prompts: TokenLists, repetitions: int) -> Iterator[Run]:

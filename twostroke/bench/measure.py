@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .result import Run
 
 if TYPE_CHECKING:
     from ..engine import Engine, EngineStats
@@ -43,6 +45,19 @@ class Measured:
     def cpu_us(self) -> dict[str, float]:
         """The CPU's own work for a step, on average, in microseconds: all phases but the wait for the device."""
         return {phase: 1e6 * seconds / self.steps for phase, seconds in self.cpu.items() if phase != "wait"}
+
+    def as_run(self, loop: str, **figures: Any) -> Run:
+        """The entry of a result file; `figures` are those of a `Run` that only the benchmark knows."""
+        return Run(
+            engine="twostroke",
+            loop=loop,
+            seconds=self.seconds,
+            tokens=self.tokens,
+            ms_per_step=1e3 * self.seconds / self.steps,
+            gpu_active=self.active,
+            cpu_us=self.cpu_us,
+            **figures,
+        )
 
 
 def measure(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Measured:

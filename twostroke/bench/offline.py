@@ -15,8 +15,8 @@ from ..errors import InvalidConfig
 from ..model.interface import Model
 from ..request import SamplingParams
 from .ceilings import Ceilings, measure_ceilings
-from .floor import Cost, Floor, floor_of
-from .measure import Measured, measure
+from .floor import Cost, floor_of
+from .measure import measure
 from .options import BenchOptions
 from .peers import measure_peers
 from .result import Result, Run
@@ -150,7 +150,10 @@ def _twostroke(
         )
         engine.generate(workload.prompts, warm_up, progress=False)
         measured = [measure(engine, workload.prompts, params) for _ in range(options.repetitions)]
-        return [_as_run(loop, one, floor) for one in measured]
+        return [
+            one.as_run(loop, bytes_per_s=floor.read_bytes / one.seconds, floor_seconds=floor.seconds)
+            for one in measured
+        ]
 
 
 def release_memory() -> None:
@@ -169,18 +172,4 @@ def cost_of(model: Model) -> Cost:
         kv_bytes=sum(layer.block_bytes(1, model.dtype) for layer in layers),
         token_flop=2.0 * elements,
         attention_flop=4.0 * sum(layer.heads * layer.head_dim for layer in layers),
-    )
-
-
-def _as_run(loop: str, measured: Measured, floor: Floor) -> Run:
-    return Run(
-        engine="twostroke",
-        loop=loop,
-        seconds=measured.seconds,
-        tokens=measured.tokens,
-        ms_per_step=1e3 * measured.seconds / measured.steps,
-        gpu_active=measured.active,
-        cpu_us=measured.cpu_us,
-        bytes_per_s=floor.read_bytes / measured.seconds,
-        floor_seconds=floor.seconds,
     )

@@ -1,0 +1,161 @@
+"""What a cancel or a finish gives back, and when; committing at once and with steps in flight."""
+
+import pytest
+from paper_device import Workshop, oracle
+from workshops import every_depth, f19, finish
+
+from twostroke.request import FinishReason, SampleState
+
+
+@every_depth
+@pytest.mark.parametrize("turns", range(8))
+def test_a17_cancel_at_every_moment(depth, turns):
+    shop = Workshop(depth=depth, usable_blocks=20, block_size=4, max_step_tokens=6, max_rows=3)
+    victim = shop.submit(10, 10)
+    for _ in range(3):
+        shop.submit(5, 8)
+    for _ in range(turns):
+        shop.turn()
+    assert shop.cancel(victim).finished == [victim]
+    assert shop.cancel(victim).finished == []
+    assert victim.finish_reason is FinishReason.CANCELLED
+    finish(shop)
+
+
+@every_depth
+@pytest.mark.parametrize("dropped", [0, 1, 3])
+def test_a_finish_from_outside_at_every_moment(depth, dropped):
+    """Before admission, in each chunk, decoding with steps in flight, and when it has ended by itself."""
+    counts = set()
+    for turns in range(16):
+        shop = Workshop(depth=depth, usable_blocks=20, block_size=4, max_step_tokens=6, max_rows=3)
+        victim = shop.submit(10, 8)
+        shop.stream(victim)
+        for _ in range(3):
+            shop.submit(5, 8)
+        for _ in range(turns):
+            shop.turn()
+        ended = victim.state is SampleState.FINISHED
+        count = max(0, shop.known_outputs(victim) - dropped)
+        assert shop.finish(victim, count).finished == ([] if ended else [victim])
+        assert shop.finish(victim, 0).finished == []
+        assert victim.finish_reason is (FinishReason.LENGTH if ended else FinishReason.STOP)
+        finish(shop)
+        counts.add((ended, count))
+    assert {(True, 8 - dropped), (False, 0), (False, 7 - dropped)} <= counts
+
+
+@every_depth
+@pytest.mark.parametrize("moment", ["token in flight", "waiting", "prefilling again"])
+def test_a_finish_from_outside_of_a_preempted_sample(depth, moment):
+    """It has more tokens than the stop string leaves it, and no row, or a row that computes them anew."""
+    shop = Workshop(depth=depth, block_size=16, usable_blocks=7, max_chunk_tokens=12)
+    older, younger = shop.submit(34, 35), shop.submit(34, 35)
+    while not shop.scheduler.stats().preemptions:
+        shop.turn()
+    if moment != "token in flight":
+        while younger in shop.scheduler.row_of:
+            shop.turn()
+    if moment == "prefilling again":
+        while younger.state is SampleState.WAITING:
+            shop.turn()
+        assert shop.scheduler.row_of[younger] in shop.scheduler.prefilling
+    count = shop.known_outputs(younger) - 2
+    assert count > 0
+    assert shop.finish(younger, count).finished == [younger]
+    finish(shop)
+    assert len(older.output) == 35
+
+
+def test_a12_what_a_finished_sample_had_rests_until_its_last_step_is_committed():
+    shop = Workshop(depth=2, usable_blocks=8, block_size=4, max_rows=1)
+    stop = oracle(shop.submit(4, 9).request)[0][2]
+    shop = Workshop(depth=2, usable_blocks=8, block_size=4, max_rows=1)
+    first = shop.submit(4, 9, stop_token_ids=[stop])
+    second = shop.submit(4, 2)
+    while first.state is not SampleState.FINISHED:
+        shop.launch()
+        if len(shop.in_flight) == 2:
+            shop.commit()
+    assert first.finish_reason is FinishReason.STOP
+    assert len(shop.in_flight) == 1
+    assert shop.scheduler.stats().free_blocks < 8
+    assert shop.launch() is None  # the only row is still used by the step in flight
+    shop.commit()
+    assert shop.scheduler.stats().free_blocks == 8
+    assert shop.launch().chunks.tolist() == [[0, 0, 4, 1]]
+    finish(shop)
+    assert len(second.output) == 2
+
+
+def test_a12_synchronous_release_is_at_once():
+    shop = Workshop(depth=1, usable_blocks=8, block_size=4)
+    sample = shop.submit(4, 9)
+    shop.turn()
+    shop.turn()
+    shop.cancel(sample)
+    assert shop.scheduler.stats().free_blocks == 8
+    finish(shop)
+
+
+@every_depth
+def test_a10_many_stops_under_block_pressure(depth):
+    shop = Workshop(depth=depth, usable_blocks=24, block_size=4, max_rows=8)
+    for number in range(40):
+        shop.submit(1 + number * 7 % 30, 1 + number * 5 % 40, stop_token_ids=range(4))
+    finish(shop)
+    assert {sample.finish_reason for sample in shop.samples} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@every_depth
+def test_a28_stop_and_cancel_in_one_step_report_once(depth):
+    shop = Workshop(depth=depth)
+    sample = shop.submit(3, 2)
+    shop.launch()
+    if depth > 1:
+        shop.launch()
+    shop.cancel(sample)
+    while shop.in_flight:
+        assert shop.commit().finished == []
+    assert sample.finish_reason is FinishReason.CANCELLED
+    finish(shop)
+
+
+@every_depth
+def test_r09_a_preempted_sample_runs_after_all_running_ones_are_cancelled(depth):
+    shop = f19(depth)
+    while not shop.scheduler.stats().preemptions:
+        shop.turn()
+    older, younger = shop.samples
+    assert younger.state is SampleState.WAITING
+    shop.cancel(older)
+    finish(shop)
+    assert len(younger.output) == 35
+
+
+@every_depth
+def test_cancel_of_a_preempted_sample_with_its_token_in_flight(depth):
+    shop = f19(depth)
+    while not shop.scheduler.stats().preemptions:
+        shop.turn()
+    shop.cancel(shop.samples[1])
+    finish(shop)
+    assert len(shop.samples[0].output) == 35
+
+
+@every_depth
+def test_abandon_ends_all_oldest_first(depth):
+    shop = Workshop(depth=depth, usable_blocks=12, block_size=4, max_rows=3)
+    for _ in range(6):
+        shop.submit(8, 20)
+    for _ in range(12):
+        shop.turn()
+    committed = shop.scheduler.abandon(FinishReason.ERROR, "the lights went out")
+    assert committed.finished == shop.samples
+    assert {sample.error for sample in shop.samples} == {"the lights went out"}
+    assert len(shop.samples[0].output) > 0
+    shop.finals += committed.finished
+    while shop.in_flight:
+        assert shop.commit().finished == []
+    shop.check_idle()
+    assert shop.scheduler.abandon().finished == []
