@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from delays import DelayedDevice, PoisoningRunner
 
 from twostroke import Engine
+from twostroke.scheduler.scheduler import Scheduler
 
 MODES = ["sync", "async", "async3", "delayed"]
-"""The loops, three slots, and the asynchronous loop with random delays on all streams and poisoned buffers."""
+"""The loops, three slots, and the asynchronous loop with random delays on all streams, poisoned buffers, and the
+scheduler's invariants checked after every plan and commit."""
 
 
 @contextmanager
@@ -26,5 +29,8 @@ def running(mode: str, model: Any = "tiny", *, seed: int = 0, **options: Any) ->
             yield engine
         return
     options["device"] = DelayedDevice(seed=seed)
-    with mock.patch("twostroke.build.Runner", PoisoningRunner), Engine(model, loop=loop, **options) as engine:
+    careful = partial(Scheduler, debug=True)
+    with mock.patch("twostroke.build.Runner", PoisoningRunner), mock.patch("twostroke.build.Scheduler", careful):
+        engine = Engine(model, loop=loop, **options)
+    with engine:
         yield engine
