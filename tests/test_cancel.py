@@ -83,7 +83,7 @@ def test_cancel_at_every_turn_under_preemption(mode, victim):
 def test_cancel_of_thousands(engine):
     """B14: 2,048 requests, all cancelled: idle and usable within seconds."""
     plain = engine.generate(FIRST, greedy(8))[0].token_ids
-    handles = [engine.submit(FIRST, greedy(100)) for _ in range(2048)]
+    handles = [engine.submit(FIRST, greedy(1800)) for _ in range(2048)]
     for handle in handles:
         handle.cancel()
     reasons = {handle.result(PATIENCE).finish_reason for handle in handles}
