@@ -59,11 +59,13 @@ class _Stream:
 
     def finish(self, ids: list[int]) -> tuple[list[int], str]:
         """Add what `ids`, all that have a text, has beyond the tokens pushed before; return all that is left."""
+        if not self._decode or not self._detokenizer:
+            return self.push(ids[self._pushed :])
+        self.text = self._decode(ids)
+        if not self._pushed:  # nobody streams: the whole text is all that is left
+            return ids, self.text
         rest, text = self.push(ids[self._pushed :])
-        if self._decode and self._detokenizer:
-            self.text = self._decode(ids)
-            text += self._detokenizer.finish()
-        return rest, text
+        return rest, text + self._detokenizer.finish()
 
 
 class Delivery:
