@@ -226,7 +226,7 @@ class Workshop:
         return self._take(self.scheduler.cancel(sample), before)
 
     def known_outputs(self, sample: Sample) -> int:
-        return len(self.scheduler._known_tokens(sample)) - sample.prompt_len
+        return len(self.scheduler.batch.known_tokens(sample)) - sample.prompt_len
 
     def finish(self, sample: Sample, count: int) -> Committed:
         """End `sample` after `count` output tokens, as a stop string does."""

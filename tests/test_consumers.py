@@ -91,7 +91,7 @@ def test_a_submitted_request_can_be_streamed_later(engine, beside, alone, begin)
     handle = engine.submit(PROMPT, greedy(40))
     if begin == "late":
         sample, rows = handle.sample, engine._parts.scheduler.rows
-        row_of = engine._parts.scheduler.row_of
+        row_of = engine._parts.scheduler.batch.row_of
         wait_until(lambda: handle.done or (sample in row_of and rows.confirmed[row_of[sample]] > len(PROMPT) + 5))
     elif begin == "at the end":
         handle.result(PATIENCE)

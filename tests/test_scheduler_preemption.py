@@ -98,7 +98,7 @@ def test_a42_the_oldest_advances_in_every_step_of_a_thrash(depth):
 
 def length_of(shop: Workshop, sample: Sample) -> int:
     """Confirmed positions of a running sample, tokens of another."""
-    row = shop.scheduler.row_of.get(sample)
+    row = shop.scheduler.batch.row_of.get(sample)
     return len(sample.tokens) if row is None else int(shop.scheduler.rows.confirmed[row])
 
 

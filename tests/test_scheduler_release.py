@@ -54,12 +54,12 @@ def test_a_finish_from_outside_of_a_preempted_sample(depth, moment):
     while not shop.scheduler.stats().preemptions:
         shop.turn()
     if moment != "token in flight":
-        while younger in shop.scheduler.row_of:
+        while younger in shop.scheduler.batch.row_of:
             shop.turn()
     if moment == "prefilling again":
         while younger.state is SampleState.WAITING:
             shop.turn()
-        assert shop.scheduler.row_of[younger] in shop.scheduler.prefilling
+        assert shop.scheduler.batch.row_of[younger] in shop.scheduler.batch.prefilling
     count = shop.known_outputs(younger) - 2
     assert count > 0
     assert shop.finish(younger, count).finished == [younger]

@@ -249,7 +249,7 @@ def test_the_answer_does_not_depend_on_when_the_loop_hears_of_it(engine, tokeniz
         handle = engine.submit(PROMPTS[0], params) if ending == "cancel" and not heard else None
         if handle is not None:
             small = len(ids) + 4
-            wait_until(lambda: len(engine._parts.scheduler._known_tokens(handle.sample)) > len(PROMPTS[0]) + small)
+            wait_until(lambda: len(engine._parts.scheduler.batch.known_tokens(handle.sample)) > len(PROMPTS[0]) + small)
             handle.cancel()
             outputs = [handle.result(PATIENCE)]
         else:

@@ -32,7 +32,7 @@ def quiet(engine: Engine) -> None:
     wait_until(lambda: (engine.stats().waiting, engine.stats().running, engine.stats().free_blocks) == (0, 0, usable))
     scheduler = engine._parts.scheduler
     assert len(scheduler.rows.free) == len(scheduler.rows.held), "a row is lost"
-    assert not scheduler.row_of
+    assert not scheduler.batch.row_of
     assert not engine._life.delivery._handles
 
 

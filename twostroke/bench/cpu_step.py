@@ -343,7 +343,7 @@ def timed_delivery(delivery: Delivery, scheduler: Scheduler, watch: Watch) -> Ca
     def put(committed: Committed | None) -> None:
         began = now()
         delivery.put(committed)
-        watch.add("commit", scheduler.committed_step, began)
-        watch.ended(scheduler.committed_step)
+        watch.add("commit", scheduler.batch.committed_step, began)
+        watch.ended(scheduler.batch.committed_step)
 
     return put

@@ -42,7 +42,7 @@ class Audit:
         """Every block but the dummy is free, or in use by as many as have it in their tables; promises add up."""
         scheduler = self._scheduler
         rows, pool = scheduler.rows, scheduler.pool
-        pending = [release.blocks for release in scheduler.releases.pending()]
+        pending = [release.blocks for release in scheduler.batch.releases.pending()]
         in_use = np.concatenate(
             [*(rows.blocks[:, row, : rows.held[row]] for row in range(len(rows.held))), *pending], 1
         )
@@ -53,7 +53,7 @@ class Audit:
         assert (np.sort(blocks, axis=1) == np.arange(DUMMY_BLOCK + 1, pool.total + 1)).all(), (
             "a block is lost, or free and in use"
         )
-        assert sum(block.shape[1] for block in pending) == scheduler.releases.blocks
+        assert sum(block.shape[1] for block in pending) == scheduler.batch.releases.blocks
         assert pool.reserved == rows.reserved.sum(), "reservations do not add up"
         assert 0 <= pool.reserved <= pool.free, "more promised than free"
         self._check_cache(users)
@@ -69,11 +69,11 @@ class Audit:
         """Every row is free, running, draining or dead; waiting samples are sorted, and younger than who goes on."""
         scheduler, rows = self._scheduler, self._scheduler.rows
         running = np.flatnonzero(rows.order >= 0).tolist()
-        pending = [release.row for release in scheduler.releases.pending()]
-        every = sorted([*rows.free, *running, *scheduler.draining, *pending])
+        pending = [release.row for release in scheduler.batch.releases.pending()]
+        every = sorted([*rows.free, *running, *scheduler.batch.draining, *pending])
         assert every == list(range(len(rows.held))), "a row is lost or counted twice"
         assert rows.running == len(running)
-        assert sorted(scheduler.row_of.values()) == sorted([*running, *scheduler.draining])
+        assert sorted(scheduler.batch.row_of.values()) == sorted([*running, *scheduler.batch.draining])
         orders = [sample.order for sample in scheduler.waiting]
         assert orders == sorted(orders), "the queue is not in the order of arrival"
         going_on = rows.order[rows.launched < rows.limit].max(initial=-1)
@@ -82,11 +82,11 @@ class Audit:
     def _check_lanes(self) -> None:
         """Lanes are dense, agree with lane_of_row, and hold the running rows that are neither ready nor prefilling."""
         scheduler = self._scheduler
-        rows, lanes = scheduler.rows, scheduler.lanes
+        rows, lanes = scheduler.rows, scheduler.batch.lanes
         index = lanes.index
         assert (lanes.lane_of_row[index] == np.arange(lanes.count)).all(), "lane_of_row disagrees"
         assert (lanes.lane_of_row >= 0).sum() == lanes.count
-        away = [*scheduler.ready, *scheduler.prefilling]
+        away = [*scheduler.batch.ready, *scheduler.batch.prefilling]
         at_limit = np.flatnonzero((rows.order >= 0) & (rows.launched == rows.limit)).tolist()
         running = set(np.flatnonzero(rows.order >= 0).tolist())
         assert not set(away) & set(index.tolist())

@@ -9,14 +9,14 @@ import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..errors import InvalidRequest
-from ..plan import Flag, Plan, StepOutput, max_shared_blocks
+from ..plan import Flag, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
+from .batch import Batch
 from .committed import NOTHING, Committed
-from .draft import Draft
 from .lanes import Lanes
+from .planner import Planner
 from .prefixes import Prefixes
-from .releases import Release, Releases
 from .rows import NO_TOKENS, RowTable
 from .stats import SchedulerStats
 
@@ -67,26 +67,21 @@ class Scheduler:
         debug: bool = False,
     ) -> None:
         num_rows = min(max_rows, max_step_tokens)
-        self.block_size = block_size
         self.max_step_tokens = max_step_tokens
-        self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.max_model_len = max_model_len
         self.rows = RowTable(num_rows, max_model_len, block_size, num_groups)
         self.pool = BlockPool(num_blocks, block_size, num_groups)
         self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
-        self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, block_size)
-        self.lanes = Lanes(num_rows, dummy_row=max_rows)
-        self.releases = Releases()
-        self.launched_step = self.committed_step = -1
+        self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes)
         self.waiting: OrderedDict[Sample, None] = OrderedDict()
-        # Dictionaries without values are sets that remember the order in which their rows came.
-        self.prefilling: dict[int, None] = {}
-        self.ready: dict[int, None] = {}
-        self.draining: dict[int, None] = {}
-        self.row_of: dict[Sample, int] = {}
-        self._streaming: set[Sample] = set()
+        self._planner = Planner(
+            self.batch,
+            self.waiting,
+            max_step_tokens=max_step_tokens,
+            max_chunk_tokens=max_chunk_tokens,
+            max_model_len=max_model_len,
+        )
         self._arrivals = 0
-        self._preemptions = 0
         self._audit = Audit(self) if debug else None
 
     # -- Commands ------------------------------------------------------------------------------------------------
@@ -121,7 +116,7 @@ class Scheduler:
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
-        samples = sorted({**self.row_of, **self.waiting}, key=lambda sample: sample.order)
+        samples = sorted({**self.batch.row_of, **self.waiting}, key=lambda sample: sample.order)
         for sample in samples:
             self._end(sample, reason, error)
         return Committed(samples, [], NO_TOKENS)
@@ -131,168 +126,36 @@ class Scheduler:
 
         A sample that is streamed already, or has ended, gets nothing: no token is handed over twice.
         """
-        if sample in self._streaming or sample.state is SampleState.FINISHED:
+        if sample in self.batch.streaming or sample.state is SampleState.FINISHED:
             return NOTHING
-        self._streaming.add(sample)
-        if (row := self.row_of.get(sample)) is not None:
+        self.batch.streaming.add(sample)
+        if (row := self.batch.row_of.get(sample)) is not None:
             self.rows.streaming[row] = True
-        output = self._known_tokens(sample)[sample.prompt_len :]
+        output = self.batch.known_tokens(sample)[sample.prompt_len :]
         return Committed([], [sample] * len(output), output)
 
     def reset_prefix_cache(self) -> None:
         """Use nothing again that was computed before; rows in use keep their blocks, but publish none of them."""
         self.prefixes.stop()
-        self.releases.forget_chains()
+        self.batch.releases.forget_chains()
         self.pool.forget()
 
     @property
     def has_work(self) -> bool:
         """True while a sample has not ended or something waits for the commit of a step."""
-        return bool(self.waiting or self.rows.running or self.releases)
+        return bool(self.waiting or self.rows.running or self.batch.releases)
 
     def stats(self) -> SchedulerStats:
-        pool, steps = self.pool, self.launched_step + 1
-        counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._preemptions, steps
+        pool, steps = self.pool, self.batch.launched_step + 1
+        counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
         return SchedulerStats(len(self.waiting), self.rows.running, *counts)
-
-    # -- Planning ------------------------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
-        draft = Draft()
-        self._settle_lanes(draft)
-        self._continue_prefills(draft)
-        self._admit(draft)
-        if not self.lanes.count and not draft.prompt_tokens:
-            return None
-        self.rows.launched[self.lanes.index] += 1
-        self.launched_step += 1
-        plan = draft.plan(self.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas())
-        if self._audit is not None:
+        plan = self._planner.plan()
+        if plan is not None and self._audit is not None:
             self._audit.planned(plan)
         return plan
-
-    def _settle_lanes(self, draft: Draft) -> None:
-        """Rows at their limit leave their lanes, rows at a block's edge get a block or sit out, ready rows join."""
-        rows, index = self.rows, self.lanes.index
-        due = index[rows.launched[index] == rows.event_at[index]]
-        if not len(due) and not self.ready:
-            return
-        ended = rows.launched[due] == rows.limit[due]
-        if np.count_nonzero(ended):
-            for row in due[ended].tolist():
-                self.lanes.leave(row)
-            due = due[~ended]
-        if self.ready:
-            ready = np.fromiter(self.ready, np.intp, len(self.ready))
-            due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
-        self._claim_blocks(due, draft)
-        self._join_ready()
-
-    def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
-        """Give a block to each row of `claims`, or, if there are too few, to the oldest; the others sit out."""
-        if len(claims) > self.pool.available:
-            claims = self._ration(claims)
-        if len(claims):
-            draft.add_blocks(self.rows.add_blocks(claims, self.pool.take(len(claims))))
-
-    def _ration(self, claims: np.ndarray) -> np.ndarray:
-        """The rows of `claims` that get a block although there are too few, oldest first.
-
-        What samples that ended, or that wait for their last token, will give back, at most, is worth waiting for.
-        Beyond that the youngest running samples are preempted until the rest can be served.
-        """
-        claims = claims[np.argsort(self.rows.order[claims])]
-        ending = (self.rows.launched == self.rows.limit) & (self.rows.order >= 0)
-        coming = self.releases.blocks + int(self.rows.held[ending].sum())
-        while len(claims) > self.pool.available + coming:
-            victim = int(np.where(ending, -1, self.rows.order).argmax())
-            self._preempt(victim)
-            claims = claims[claims != victim]
-        served = min(len(claims), self.pool.available)
-        for row in claims[served:].tolist():
-            self.lanes.leave(row)
-            self.ready[row] = None
-        return claims[:served]
-
-    def _join_ready(self) -> None:
-        """Ready rows that have a place for their next position take lanes, oldest first."""
-        rows = self.rows
-        for row in sorted(self.ready, key=lambda row: rows.order[row]):
-            if rows.launched[row] < rows.event_at[row]:
-                del self.ready[row]
-                self.lanes.join(row)
-
-    def _continue_prefills(self, draft: Draft) -> None:
-        if not self.prefilling:
-            return
-        for row in list(self.prefilling):
-            if not self._budget(draft):
-                return
-            self._launch_chunk(row, draft)
-
-    def _admit(self, draft: Draft) -> None:
-        """Give rows, and the promise of blocks for all their tokens, to the samples at the head of the queue."""
-        while self.waiting and self.rows.free and self._budget(draft):
-            sample = next(iter(self.waiting))
-            # NOTE: without headroom a preempted sample would be admitted and preempted again at the next block's edge.
-            available = self.pool.available - (self.rows.running if sample.preemptions else 0)
-            if sample in self.row_of or available < 1:
-                return
-            found = self.prefixes.find(sample)
-            chain = sample.chain[: len(found)]
-            blocks = self.rows.blocks_of(len(sample.tokens))
-            needed = blocks - len(found) + self.pool.cache.count_idle(chain)
-            if available < needed or draft.shared_blocks + len(found) > self.max_shared_blocks:
-                return
-            del self.waiting[sample]
-            row = self._join(sample, blocks, len(found), draft)
-            if found:
-                draft.add_shared_blocks(self.rows.extend_blocks(row, self.pool.share(chain, found)), len(found))
-            self.pool.reserve(blocks - len(found))
-            self._launch_chunk(row, draft)
-
-    def _join(self, sample: Sample, blocks: int, found: int, draft: Draft) -> int:
-        row = self.rows.admit(sample, blocks, sample in self._streaming)
-        self.row_of[sample] = row
-        self.prefilling[row] = None
-        draft.add_join(row, sample, self.prefixes.begin(row, sample, found))
-        if sample.timings.admitted is None:
-            sample.timings.admitted = time.perf_counter()
-        return row
-
-    def _launch_chunk(self, row: int, draft: Draft) -> None:
-        """Launch as many of the row's known tokens as the step and the chunk limit have room for."""
-        rows = self.rows
-        start, target = int(rows.launched[row]), int(rows.target[row])
-        end = min(start + self._budget(draft), start + self.max_chunk_tokens, target)
-        missing = self.rows.blocks_of(end) - int(rows.held[row])
-        if missing:
-            draft.add_blocks(rows.extend_blocks(row, self.pool.take_reserved(missing)))
-        draft.add_chunk(row, start, rows.tokens[row, start:end], samples=end == target)
-        rows.launched[row] = end
-        if end == target:
-            del self.prefilling[row]
-            if target < rows.limit[row]:
-                self.ready[row] = None
-
-    def _budget(self, draft: Draft) -> int:
-        """Tokens that the step has left for prompts."""
-        return self.max_step_tokens - self.lanes.count - draft.prompt_tokens
-
-    def _preempt(self, row: int) -> None:
-        """Send the row's sample back to the queue; it keeps the row until its tokens in flight are there."""
-        sample = self.rows.samples[row]
-        # Steps that are queued still use these blocks, but on the compute stream, before whoever gets them next.
-        self.pool.give(*self._withdraw(row))
-        self.rows.suspend(row)
-        sample.state = SampleState.WAITING
-        sample.preemptions += 1
-        self._preemptions += 1
-        self.waiting[sample] = None
-        self.waiting.move_to_end(sample, last=False)
-        self.draining[row] = None
-        self._drain()
 
     # -- Committing ----------------------------------------------------------------------------------------------
 
@@ -302,12 +165,15 @@ class Scheduler:
         Raises:
             RuntimeError: the step is not the next one to commit, or its output contradicts the plan.
         """
-        if plan.step != self.committed_step + 1 or plan.step > self.launched_step:
-            raise RuntimeError(f"step {plan.step} committed after {self.committed_step}, launched {self.launched_step}")
+        batch = self.batch
+        if plan.step != batch.committed_step + 1 or plan.step > batch.launched_step:
+            raise RuntimeError(
+                f"step {plan.step} committed after {batch.committed_step}, launched {batch.launched_step}"
+            )
         sampled = self.rows.confirm(plan)
         if not len(sampled) == len(output.tokens) == len(output.flags):
             raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
-        self.committed_step = plan.step
+        batch.committed_step = plan.step
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
         self.rows.write_tokens(sampled, output.tokens)
         streamed, tokens = self.rows.streamed(sampled, output)
@@ -315,9 +181,9 @@ class Scheduler:
             self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
             self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
         finished = self._end_flagged(sampled, output.flags)
-        if self.draining:
-            self._drain()
-        self._return_releases()
+        if batch.draining:
+            batch.drain()
+        batch.return_releases()
         if self._audit is not None:
             self._audit.committed(plan)
         return Committed(finished, streamed, tokens)
@@ -343,16 +209,6 @@ class Scheduler:
             finished.append(sample)
         return finished
 
-    def _drain(self) -> None:
-        """Preempted samples whose steps in flight are all committed take their tokens along and leave their rows."""
-        rows = self.rows
-        for row in [r for r in self.draining if rows.launched[r] == rows.confirmed[r]]:
-            sample = rows.samples[row]
-            sample.tokens = rows.known_tokens(row)
-            del self.draining[row], self.row_of[sample]
-            rows.end(row)
-            rows.free_row(row)
-
     # -- Ending --------------------------------------------------------------------------------------------------
 
     def _end_by_command(self, sample: Sample, reason: FinishReason) -> Committed:
@@ -361,40 +217,12 @@ class Scheduler:
         self._end(sample, reason)
         return Committed([sample], [], NO_TOKENS)
 
-    def _known_tokens(self, sample: Sample) -> np.ndarray:
-        row = self.row_of.get(sample)
-        return sample.tokens if row is None else self.rows.known_tokens(row)
-
     def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0) -> None:
         """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them."""
-        tokens = self._known_tokens(sample)
+        tokens = self.batch.known_tokens(sample)
         sample.tokens = tokens[: len(tokens) - drop]
-        if (row := self.row_of.pop(sample, None)) is not None:
-            self._retire(row, drop)
+        self.batch.leave(sample, drop)
         self.waiting.pop(sample, None)
-        self._streaming.discard(sample)
         sample.chain.clear()
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         sample.timings.finished = time.perf_counter()
-
-    def _retire(self, row: int, bad: int) -> None:
-        blocks, chain = self._withdraw(row, bad)
-        self.draining.pop(row, None)
-        self.rows.end(row)
-        self.releases.push(Release(self.launched_step, row, blocks, chain))
-        self._return_releases()
-
-    def _withdraw(self, row: int, bad: int = 0) -> tuple[np.ndarray, list[bytes]]:
-        """Take `row` out of everything that plans read; returns its blocks, int32 [G, n], and their published chain."""
-        self.lanes.leave(row)
-        self.ready.pop(row, None)
-        self.prefilling.pop(row, None)
-        self.pool.unreserve(int(self.rows.reserved[row]))
-        self.rows.reserved[row] = 0
-        chain = self.prefixes.publish(row, bad)
-        return self.rows.pop_blocks(row), chain
-
-    def _return_releases(self) -> None:
-        while (release := self.releases.pop(self.committed_step)) is not None:
-            self.pool.give(release.blocks, release.chain)
-            self.rows.free_row(release.row)

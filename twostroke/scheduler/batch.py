@@ -1,0 +1,100 @@
+"""The batch: the samples that have rows, and where each of them stands."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache.block_pool import BlockPool
+from ..request import Sample
+from .lanes import Lanes
+from .prefixes import Prefixes
+from .releases import Release, Releases
+from .rows import RowTable
+
+
+class Batch:
+    """Which samples have a row, what each row is about to do, and how a row is left.
+
+    A running row is in exactly one of `prefilling`, `ready` and the lanes, or has launched all its positions and is in
+    none of them. A row whose sample was preempted is in `draining` until its steps in flight are committed.
+
+    Attributes:
+        prefilling: rows whose known tokens are not all launched, oldest first.
+        ready: rows that decode next, or wait for a block to do so.
+        draining: rows of preempted samples that steps in flight still bring tokens.
+        row_of: the row of each sample that has one.
+        streaming: samples whose tokens are handed over as they come.
+        launched_step, committed_step: newest step of each kind; -1 before the first.
+    """
+
+    def __init__(self, rows: RowTable, pool: BlockPool, lanes: Lanes, prefixes: Prefixes) -> None:
+        self.rows = rows
+        self.pool = pool
+        self.lanes = lanes
+        self.prefixes = prefixes
+        self.releases = Releases()
+        # Dictionaries without values are sets that remember the order in which their rows came.
+        self.prefilling: dict[int, None] = {}
+        self.ready: dict[int, None] = {}
+        self.draining: dict[int, None] = {}
+        self.row_of: dict[Sample, int] = {}
+        self.streaming: set[Sample] = set()
+        self.launched_step = self.committed_step = -1
+
+    def known_tokens(self, sample: Sample) -> np.ndarray:
+        """Prompt and confirmed output tokens of a sample with or without a row, int32, read-only."""
+        row = self.row_of.get(sample)
+        return sample.tokens if row is None else self.rows.known_tokens(row)
+
+    def join(self, sample: Sample, blocks: int) -> int:
+        """Give `sample` a row, which has `blocks` of each group to come; return its number."""
+        row = self.rows.admit(sample, blocks, sample in self.streaming)
+        self.row_of[sample] = row
+        self.prefilling[row] = None
+        return row
+
+    def preempt(self, row: int) -> Sample:
+        """Take the row from its sample, which keeps it only until its tokens in flight are there; return the sample."""
+        sample: Sample = self.rows.samples[row]
+        # Steps that are queued still use these blocks, but on the compute stream, before whoever gets them next.
+        self.pool.give(*self._withdraw(row))
+        self.rows.suspend(row)
+        self.draining[row] = None
+        return sample
+
+    def drain(self) -> None:
+        """Preempted samples whose steps in flight are all committed take their tokens along and leave their rows."""
+        rows = self.rows
+        for row in [r for r in self.draining if rows.launched[r] == rows.confirmed[r]]:
+            sample = rows.samples[row]
+            sample.tokens = rows.known_tokens(row)
+            del self.draining[row], self.row_of[sample]
+            rows.end(row)
+            rows.free_row(row)
+
+    def leave(self, sample: Sample, bad: int) -> None:
+        """The sample has ended: row and blocks return when no step uses them. `bad` as in `Prefixes.publish`."""
+        self.streaming.discard(sample)
+        if (row := self.row_of.pop(sample, None)) is None:
+            return
+        blocks, chain = self._withdraw(row, bad)
+        self.draining.pop(row, None)
+        self.rows.end(row)
+        self.releases.push(Release(self.launched_step, row, blocks, chain))
+        self.return_releases()
+
+    def return_releases(self) -> None:
+        """Return what no step in flight uses any more."""
+        while (release := self.releases.pop(self.committed_step)) is not None:
+            self.pool.give(release.blocks, release.chain)
+            self.rows.free_row(release.row)
+
+    def _withdraw(self, row: int, bad: int = 0) -> tuple[np.ndarray, list[bytes]]:
+        """Take `row` out of everything that plans read; returns its blocks, int32 [G, n], and their published chain."""
+        self.lanes.leave(row)
+        self.ready.pop(row, None)
+        self.prefilling.pop(row, None)
+        self.pool.unreserve(int(self.rows.reserved[row]))
+        self.rows.reserved[row] = 0
+        chain = self.prefixes.publish(row, bad)
+        return self.rows.pop_blocks(row), chain
