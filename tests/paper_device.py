@@ -6,7 +6,8 @@ from collections import deque
 import numpy as np
 
 from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
-from twostroke.request import FinishReason, Limits, Request, Sample, SampleState, SamplingParams
+from twostroke.request import FinishReason, Limits, Request, Sample, SampleState
+from twostroke.sampling_params import SamplingParams
 from twostroke.scheduler.scheduler import Committed, Scheduler
 
 VOCAB = 97

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "plan"}
+WORDS = {"request", "plan", "sampling_params"}
 BELOW_ENGINE = WORDS | {
     *("cache", "scheduler", "kernels", "attention", "model", "sampling", "text", "device", "runner", "loop"),
 }
@@ -20,7 +20,9 @@ ENGINE = {"engine", "build", "config", "inbox", "lifecycle", "progress", "prompt
 """The engine and the files it is cut into."""
 
 ALLOWED = {
-    "request": {"numpy"},
+    "checks": {"numpy"},
+    "sampling_params": {"numpy", "checks"},
+    "request": {"numpy", "checks", "sampling_params"},
     "plan": {"numpy", "request"},
     "errors": set(),
     "cache": {"numpy", "request", "plan"},

@@ -10,7 +10,8 @@ from workshops import every_depth, f19, finish, lanes_of, positions_of
 
 from twostroke.errors import InvalidRequest
 from twostroke.plan import Flag, StepOutput
-from twostroke.request import FinishReason, Limits, Request, Sample, SamplingParams
+from twostroke.request import FinishReason, Limits, Request, Sample
+from twostroke.sampling_params import SamplingParams
 from twostroke.scheduler.scheduler import Scheduler
 
 # -- Length, stop, error

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedModel
-from .request import FinishReason, SamplingParams
+from .request import FinishReason
+from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -20,7 +20,8 @@ from .inbox import Command
 from .lifecycle import Lifecycle
 from .progress import Progress
 from .prompts import Prompt, as_prompts, encode_prompt
-from .request import SEED_BITS, Request, Sample, SamplingParams
+from .request import Request, Sample
+from .sampling_params import SEED_BITS, SamplingParams
 from .scheduler.scheduler import Scheduler
 from .text.handle import Handle
 from .text.output import RequestOutput

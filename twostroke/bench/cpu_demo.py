@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .. import Engine
 from ..errors import TwostrokeError
 from ..model.load import DEFAULT_MODEL
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 from .measure import Measured, measure
 from .options import BenchOptions
 from .result import Result, Run, usable_cores

@@ -36,8 +36,9 @@ from ..errors import EngineClosed, TwostrokeError
 from ..inbox import Inbox
 from ..lifecycle import LOOPS
 from ..plan import Flag, Plan, StepOutput
-from ..request import Limits, Request, Sample, SamplingParams
+from ..request import Limits, Request, Sample
 from ..runner import Runner, StepShape
+from ..sampling_params import SamplingParams
 from ..scheduler.committed import Committed
 from ..scheduler.scheduler import Scheduler
 from ..text.delivery import Delivery

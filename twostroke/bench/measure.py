@@ -12,7 +12,7 @@ from .result import Run
 if TYPE_CHECKING:
     from ..engine import Engine, EngineStats
     from ..prompts import Prompt
-    from ..request import SamplingParams
+    from ..sampling_params import SamplingParams
     from ..text.output import RequestOutput
 
 

@@ -20,7 +20,7 @@ import torch
 
 from .. import Engine
 from ..errors import InvalidConfig, TwostrokeError
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from .ceilings import Ceilings, measure_ceilings
 from .floor import mixed_floor

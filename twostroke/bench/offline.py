@@ -13,7 +13,7 @@ import torch
 from .. import Engine
 from ..errors import InvalidConfig
 from ..model.interface import Model
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 from .ceilings import Ceilings, measure_ceilings
 from .floor import Cost, floor_of
 from .measure import measure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..bench.workload import CHATS, QUESTIONS
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 from .table import print_table
 
 if TYPE_CHECKING:

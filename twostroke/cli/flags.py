@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams()
 

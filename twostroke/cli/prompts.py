@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, Any]]
 

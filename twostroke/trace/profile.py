@@ -13,7 +13,7 @@ from ..device.activity import Window
 from ..device.step_times import StepTimes
 from ..engine import Engine, EngineStats
 from ..errors import InvalidConfig
-from ..request import SamplingParams
+from ..sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 4
 MIN_STEADY_STEPS = 2

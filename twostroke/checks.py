@@ -1,0 +1,58 @@
+"""What values are checked with: each check names the parameter and the value that it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+from collections.abc import Sequence
+
+import numpy as np
+
+from .errors import InvalidRequest, shown
+
+
+def is_listed(value: object) -> bool:
+    """Whether `value` is a sequence or an array of dimensions. Text and bytes are none here, though Python says so."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def require_number(name: str, value: object) -> float:
+    """Return `value` as a float, or raise `InvalidRequest` that names the parameter and the value."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    raise InvalidRequest(f"{name}={shown(value)} must be a finite number")
+
+
+def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
+    """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidRequest(f"{name}={shown(value)} must be an integer")
+    number = int(value)
+    if low is not None and number < low:
+        raise InvalidRequest(f"{name}={shown(value)} must be at least {low}")
+    if high is not None and number > high:
+        raise InvalidRequest(f"{name}={shown(value)} must be at most {high}")
+    return number
+
+
+def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return `ids` as a new int32 array, or raise `InvalidRequest` that names the first bad id and its place."""
+    if not is_listed(ids):
+        raise InvalidRequest(f"{name}={shown(ids)} must be a list of token ids")
+    array = np.asarray(ids) if isinstance(ids, np.ndarray) else None
+    if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
+        # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word.
+        for place, token in enumerate(ids):
+            require_int(f"{name}[{place}]", token)
+        array = np.array([int(t) for t in ids], dtype=object)
+    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if len(bad):
+        place = int(bad[0])
+        raise InvalidRequest(f"{name}[{place}]={shown(int(array[place]))} must be a token id in [0, {vocab_size})")
+    return array.astype(np.int32)

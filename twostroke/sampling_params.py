@@ -1,0 +1,124 @@
+"""Sampling parameters: how the tokens of a request are chosen, and what a user may write there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .checks import is_listed, require_int, require_number
+from .errors import InvalidRequest, shown
+
+MAX_STOPS = 64
+"""Stop strings of a request."""
+
+MAX_STOP_LENGTH = 256
+"""Characters of a stop string."""
+
+SEED_BITS = 64
+
+MIN_TEMPERATURE = 1e-5
+"""Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen. Checked at submit, never silently changed.
+
+    The kept tokens are found in the order temperature, top_k, top_p, min_p; the token is then drawn from them by
+    argmax(logit / temperature + Gumbel noise).
+
+    Attributes:
+        temperature: 0 is greedy; otherwise logits are divided by it. Finite and >= 0.
+        top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 is off, as is any k >= vocabulary.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]; 1 is off.
+        min_p: keep tokens whose probability is at least min_p times the largest one, in [0, 1]; 0 is off.
+        seed: key of the random numbers, in [0, 2**64). None: the engine draws one and returns it in the result.
+        max_tokens: most tokens to generate, >= 1. None is up to the context limit; more than that is clamped to it.
+        min_tokens: end-of-sequence and stop token ids cannot be sampled before this many tokens, >= 0.
+        ignore_eos: the model's end-of-sequence ids do not stop the sample; `stop_token_ids` still do.
+        stop_token_ids: further token ids that stop the sample. The stop token is part of
+            the token ids, not of the text.
+        stop: a string, or a list of them, that ends the sample where the text first contains one; of several that end
+            at the same character, the longest. It is searched in the text of the output tokens behind the first
+            `min_tokens`. The text ends right before it, the token ids with the last token whose text lies wholly
+            before it. None or [] is off. Needs a tokenizer.
+        include_stop: the text ends right behind the stop string, the token ids with the token that completes it.
+        skip_special_tokens: special tokens have no text. A stop token has none in any case.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        known = {f.name for f in fields(cls)}
+        for name, value in kwargs.items():
+            if name not in known:
+                raise InvalidRequest(
+                    f"{name}={shown(value)} is not a sampling parameter; known are {', '.join(sorted(known))}"
+                )
+        return super().__new__(cls)
+
+    def validate(self) -> None:
+        """Raise `InvalidRequest` for the first parameter that is out of its range or of a wrong type."""
+        for name, low, high, open_low in (
+            ("temperature", 0.0, math.inf, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+        ):
+            value = getattr(self, name)
+            number = require_number(name, value)
+            if number < low or number > high or (open_low and number == low):
+                interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+                raise InvalidRequest(f"{name}={shown(value)} must be in {interval}")
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            least = f"{MIN_TEMPERATURE:g}"
+            raise InvalidRequest(f"temperature={shown(self.temperature)} must be 0 (greedy) or at least {least}")
+        require_int("top_k", self.top_k, low=-1)
+        require_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None:
+            require_int("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens={shown(self.min_tokens)} must not exceed max_tokens={shown(self.max_tokens)}"
+                )
+        if self.seed is not None:
+            require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidRequest(f"{name}={shown(value)} must be True or False")
+        if not is_listed(self.stop_token_ids):
+            raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
+        stop_strings(self.stop)
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the strings of `stop`, each once, or raise `InvalidRequest` that names the first bad one and its place."""
+    if stop is None:
+        return ()
+    single = isinstance(stop, str)
+    if not single and not is_listed(stop):
+        raise InvalidRequest(f"stop={shown(stop)} must be a string, or a list of strings")
+    strings: Sequence[str] = [stop] if isinstance(stop, str) else stop
+    if len(strings) > MAX_STOPS:
+        raise InvalidRequest(f"stop={shown(stop)} has {len(strings)} strings, at most {MAX_STOPS} are supported")
+    for place, string in enumerate(strings):
+        name = "stop" if single else f"stop[{place}]"
+        if not isinstance(string, str):
+            raise InvalidRequest(f"{name}={shown(string)} must be a string")
+        if not 0 < len(string) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                f"{name}={shown(string)} must have 1 to {MAX_STOP_LENGTH} characters, not {len(string)}"
+            )
+    return tuple(dict.fromkeys(strings))
