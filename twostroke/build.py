@@ -147,15 +147,17 @@ class _Builder:
         forward = Forward(model, self._make_attention(model, 1))
         buckets = Buckets.padded(self.max_lanes) if self.on_cuda else Buckets.exact(self.max_lanes)
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
-        runner = Runner(device, state, self._make_ops(), forward, partial(_sample, sampling), buckets)
+        runner = Runner(device, state, self._make_ops(), forward, [], partial(_sample, sampling), buckets)
         slots = [self._make_slot(self._num_groups(model), longest) for _ in range(config.slots)]
+        # NOTE: allocated before the cache is sized, and before capture, since graphs write to it.
+        wide_logits = torch.empty((self.max_lanes, model.vocab_size) if self.on_cuda else 0, device=device.torch_device)
         device.synchronize()
         reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
         num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
-        graphs = self._capture(runner, slots) if self.on_cuda and config.graphs else 0
+        graphs = self._capture(runner, slots, wide_logits) if self.on_cuda and config.graphs else 0
         usable = num_blocks - 1
         # NOTE: the last token of a sample needs no position in the cache.
         max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
@@ -287,11 +289,11 @@ class _Builder:
         # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
         return 2 * peak
 
-    def _capture(self, runner: Runner, slots: list[Slot]) -> int:
+    def _capture(self, runner: Runner, slots: list[Slot], logits: torch.Tensor) -> int:
         from .device.graphs import Graphs
 
         graphs = Graphs(self.device.compute.raw)  # type: ignore[attr-defined]  # a CUDA stream has one
-        runner.capture(graphs, slots)
+        runner.capture(graphs, slots, logits)
         return len(graphs)
 
 

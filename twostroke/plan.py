@@ -44,6 +44,19 @@ def max_shared_blocks(max_step_tokens: int, max_model_len: int, block_size: int)
     return -(-max_model_len // block_size) + 4 * max_step_tokens
 
 
+class Feature(IntFlag):
+    """What the rows of a batch ask for beyond the common case: each costs a step kernels of its own."""
+
+    BIAS = 1  # logit_bias, allowed_token_ids, bad words of one token
+    PENALTIES = 2  # presence, frequency and repetition penalty
+    NGRAMS = 4  # no_repeat_ngram_size
+    BAD_WORDS = 8  # bad words of several tokens
+    TYPICAL = 16  # typical_p
+
+
+NO_FEATURES = Feature(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step. The tokens of a step are those of its lanes, one each, then those of its prompt chunks.
@@ -58,6 +71,7 @@ class Plan:
         joins: rows that join the batch, `ROW_RECORD` [J].
         block_deltas: blocks added, int32 [B, 4]: group, row, index in the row's table, block.
         lane_deltas: lanes changed, int32 [M, 2]: lane, row (the dummy row for a lane that is no longer in use).
+        features: what the rows with a part in steps ask for, all together; most often nothing.
     """
 
     step: int
@@ -67,6 +81,7 @@ class Plan:
     joins: np.ndarray
     block_deltas: np.ndarray
     lane_deltas: np.ndarray
+    features: Feature = NO_FEATURES
 
     @property
     def num_lanes(self) -> int:

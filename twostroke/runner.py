@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,11 @@ from .device.buckets import Buckets
 from .device.graphs import Graphs
 from .device.slot import Slot
 from .device.streams import Device, Meter
-from .plan import Plan, StepOutput
+from .plan import NO_FEATURES, Feature, Plan, StepOutput
+from .sampling.stage import Stage
+
+_WHOLE, _FORWARD = "whole step", "forward part"
+"""What a graph holds."""
 
 
 class BatchOps(Protocol):
@@ -31,12 +35,13 @@ class BatchOps(Protocol):
 
 
 class StepShape(NamedTuple):
-    """The sizes of a step's tensors: lanes (padded), prompt chunks, their tokens, and sampled positions."""
+    """What a step's launches depend on: lanes (padded), prompt chunks, their tokens, sampled positions; features."""
 
     lanes: int
     chunks: int
     prompt_tokens: int
     sampled: int
+    features: Feature = NO_FEATURES
 
 
 class Runner:
@@ -47,6 +52,7 @@ class Runner:
         state: the device-resident batch.
         ops: what happens to the batch in a step.
         forward: inputs of a step -> logits [S, V].
+        stages: what edits the logits before they are sampled, in this order, where a step's features ask for it.
         sample: (logits [S, V], rows [S], tokens out [S], errors out [S]) on the current stream.
         buckets: padded sizes of decode steps.
     """
@@ -57,6 +63,7 @@ class Runner:
         state: BatchState,
         ops: BatchOps,
         forward: Callable[[Any], torch.Tensor],
+        stages: Sequence[Stage],
         sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
         buckets: Buckets,
     ) -> None:
@@ -65,9 +72,11 @@ class Runner:
         self.activity = Activity()
         self._ops = ops
         self._forward = forward
+        self._stages = stages
         self._sample = sample
         self._buckets = buckets
         self._graphs: Graphs | None = None
+        self._logits = torch.empty(0)
 
     def launch(self, plan: Plan, slot: Slot) -> None:
         """Queue a step: its input to the device, the step itself, its output back. Returns without waiting."""
@@ -112,17 +121,23 @@ class Runner:
         chunks = len(plan.chunks)
         if not chunks:
             lanes = self._buckets.fit(plan.num_lanes)
-            return StepShape(lanes, 0, 0, lanes)
+            return StepShape(lanes, 0, 0, lanes, plan.features)
         sampled = plan.num_lanes + len(plan.sampling_chunks())
-        return StepShape(plan.num_lanes, chunks, len(plan.prompt_tokens), sampled)
+        return StepShape(plan.num_lanes, chunks, len(plan.prompt_tokens), sampled, plan.features)
 
-    def capture(self, graphs: Graphs, slots: list[Slot]) -> None:
-        """Capture the decode buckets for every slot, largest first, so that the pool is sized once."""
+    def capture(self, graphs: Graphs, slots: list[Slot], logits: torch.Tensor) -> None:
+        """Capture the decode buckets for every slot, largest first, so that the pool is sized once.
+
+        Each bucket twice: the whole step for the common case, and for steps with features the forward part, which
+        leaves its logits in `logits`, float32 [max lanes, V]; their sampling part runs eagerly.
+        """
         began = time.perf_counter()
+        self._logits = logits
         for lanes in reversed(self._buckets.sizes):
             for slot in slots:
                 shape = StepShape(lanes, 0, 0, lanes)
-                graphs.capture((id(slot), lanes), partial(self.step, shape, slot))
+                graphs.capture((id(slot), lanes, _WHOLE), partial(self.step, shape, slot))
+                graphs.capture((id(slot), lanes, _FORWARD), partial(self._forward_to_logits, shape, slot))
         self._graphs = graphs
         self.activity.captured(began, time.perf_counter())
 
@@ -133,10 +148,13 @@ class Runner:
     def compute(self, shape: StepShape, slot: Slot) -> None:
         """The work on the compute stream."""
         self.device.meter.begin()
-        if self._graphs is not None and not shape.chunks:
-            self._graphs.replay((id(slot), shape.lanes))
-        else:
+        if self._graphs is None or shape.chunks:
             self.step(shape, slot)
+        elif not shape.features:
+            self._graphs.replay((id(slot), shape.lanes, _WHOLE))
+        else:
+            self._graphs.replay((id(slot), shape.lanes, _FORWARD))
+            self.sampling_part(shape, slot, self._logits[: shape.lanes])
         self.device.meter.end()
 
     def copy_out(self, slot: Slot) -> None:
@@ -144,14 +162,32 @@ class Runner:
         slot.copy_out()
 
     def step(self, shape: StepShape, slot: Slot) -> None:
-        """Deltas, inputs with carry-over, forward pass, sampling, advance: what a graph captures."""
+        """Both parts, one after the other."""
+        logits = self.forward_part(shape, slot)
+        self.sampling_part(shape, slot, logits.float() if shape.features else logits)
+
+    def forward_part(self, shape: StepShape, slot: Slot) -> torch.Tensor:
+        """Deltas, inputs with carry-over, forward pass; returns the logits [S, V] of the sampled positions."""
+        self._ops.apply_deltas(slot.device_input, self.state)
+        inputs = self._ops.prepare(
+            slot.device_input, self.state, shape.lanes, shape.chunks, shape.prompt_tokens, shape.sampled
+        )
+        return self._forward(inputs)
+
+    def sampling_part(self, shape: StepShape, slot: Slot, logits: torch.Tensor) -> None:
+        """Stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features."""
+        if not (n := shape.sampled):
+            return
         state = self.state
-        self._ops.apply_deltas(slot.device_input, state)
-        inputs = self._ops.prepare(slot.device_input, state, *shape)
-        logits = self._forward(inputs)
-        if n := shape.sampled:
-            self._sample(logits, state.sample_rows[:n], state.tokens[:n], state.errors[:n])
-            self._ops.advance(state, n, slot.device_output)
+        rows = state.sample_rows[:n]
+        for stage in self._stages if shape.features else ():
+            if shape.features & stage.feature:
+                stage.edit(logits, rows)
+        self._sample(logits, rows, state.tokens[:n], state.errors[:n])
+        self._ops.advance(state, n, slot.device_output)
+
+    def _forward_to_logits(self, shape: StepShape, slot: Slot) -> None:
+        self._logits[: shape.sampled].copy_(self.forward_part(shape, slot))
 
 
 def _metered(meter: Meter, work: Callable[[], object]) -> None:

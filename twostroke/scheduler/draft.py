@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import ROW_RECORD, Plan
+from ..plan import ROW_RECORD, Feature, Plan
 from ..request import Sample
 from .rows import NO_TOKENS
 
@@ -74,7 +74,7 @@ class Draft:
         self._pieces.append(tokens)
         self.prompt_tokens += len(tokens)
 
-    def plan(self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray) -> Plan:
+    def plan(self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray, features: Feature) -> Plan:
         """The plan of `step`, which owns all its arrays."""
         return Plan(
             step=step,
@@ -84,6 +84,7 @@ class Draft:
             joins=_joined(self._joins, NO_JOINS),
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
+            features=features,
         )
 
 

@@ -55,7 +55,8 @@ class Planner:
             return None
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
-        return draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas())
+        features = self.rows.features.union
+        return draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features)
 
     def _settle_lanes(self, draft: Draft) -> None:
         """Rows at their limit leave their lanes, rows at a block's edge get a block or sit out, ready rows join."""

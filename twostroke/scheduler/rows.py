@@ -8,6 +8,7 @@ import numpy as np
 
 from ..plan import Flag, Plan, StepOutput
 from ..request import Sample, SampleState
+from .features import FeatureCounts, features_of
 
 NO_TOKENS = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
@@ -39,6 +40,8 @@ class RowTable:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
         self.block_size = block_size
         self.running = 0
+        self.features = FeatureCounts()
+        """What the running rows ask for."""
         # NOTE: np.empty, since the pages of rows and positions that are never used then cost no memory.
         self.tokens = np.empty((num_rows, max_model_len), np.int32)
         self._flat_tokens = self.tokens.reshape(-1)
@@ -79,6 +82,7 @@ class RowTable:
         self.order[row], self.samples[row] = sample.order, sample
         self.alive[row], self.streaming[row] = True, streaming
         self.running += 1
+        self.features.add(features_of(sample.request))
         sample.state = SampleState.RUNNING
         return row
 
@@ -91,6 +95,7 @@ class RowTable:
         """The row takes part in no further step."""
         if self.order[row] >= 0:
             self.running -= 1
+            self.features.remove(features_of(self.samples[row].request))
         self.order[row], self.publishes[row] = -1, False
 
     def end(self, row: int) -> None:
