@@ -1,30 +1,25 @@
-"""The engine: what callers hold. It delegates to the inbox, the loop, delivery, and the parts that `build` made."""
+"""The engine: a front whose loop runs here. It delegates to the inbox, the loop, delivery, and what `build` made."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
-import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
-from .build import build
+from .build import Parts, build
 from .config import EngineConfig
 from .device.streams import Device
-from .errors import InvalidRequest, TwostrokeError, shown
-from .inbox import Command
+from .front import Front
+from .inbox import Inbox
 from .lifecycle import Lifecycle
-from .progress import Progress
-from .prompts import Prompt, as_prompts, encode_prompt
-from .request import Request, Sample
-from .sampling_params import SEED_BITS, SamplingParams
+from .request import Sample
 from .scheduler.scheduler import Scheduler
-from .text.handle import Handle
-from .text.output import RequestOutput
+from .text.delivery import Delivery
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class EngineStats:
     cpu_seconds: Mapping[str, float]
 
 
-class Engine:
+class Engine(Front):
     """An inference engine for one model on one device. A context manager.
 
     Safe to use from any thread of the process that made it; in a forked child, calls raise `EngineClosed`.
@@ -109,75 +104,20 @@ class Engine:
         prefix_cache: bool = True,
         seed: int | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.config = EngineConfig(**arguments)
         self.config.validate()
         self._parts = parts = build(self.config)
-        self.limits = parts.limits
         self.model = parts.loaded.model
         self.report = parts.report
-        self.tokenizer = parts.tokenizer
-        self._seeds = random.Random(seed)
-        self._owner = _Owner(self)
-        self._life = Lifecycle(parts, loop)
+        self._life = life = Lifecycle(parts, loop, self._delivery_maker(parts))
+        super().__init__(parts.tokenizer, parts.limits, seed, life.delivery, InboxCommands(life.inbox))
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
         weakref.finalize(self, self._life.close_forgotten)
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sample, prompt and output."""
-        return self.limits.max_model_len
-
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool | None = None,
-    ) -> list[RequestOutput]:
-        """Answer prompts together; return their outputs in the order of the prompts.
-
-        Args:
-            prompts: strings, lists of token ids, or lists of chat messages ({"role": ..., "content": ...}); or one.
-            params: for all prompts, or one for each.
-            progress: show one progress bar on stderr; None: if stderr is a terminal.
-
-        Raises:
-            InvalidRequest: a prompt or a parameter was refused; nothing was started.
-            EngineDead, EngineClosed: the engine ended before the requests.
-        """
-        listed = as_prompts(prompts)
-        each = _params_for(params, len(listed))
-        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(listed, each, strict=True)]
-        try:
-            self._start(handles)
-            with Progress(handles, progress) as bar:
-                bar.wait()
-            return [handle.result() for handle in handles]
-        finally:
-            for handle in handles:
-                handle.cancel()
-
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
-        """Start a request and return its handle at once.
-
-        Args:
-            prompt: a string, a list of token ids, or a list of chat messages.
-            request_id: must differ from those of all live requests; None: the engine makes one.
-
-        Raises:
-            InvalidRequest: the prompt, a parameter or the id was refused.
-            EngineDead, EngineClosed: the engine has ended.
-        """
-        handle = self._make_handle(request_id, prompt, params)
-        self._start([handle])
-        return handle
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
-        """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
-        handle = self.submit(prompt, params, request_id=request_id)
-        handle.begin_stream()
-        return handle
+    def _delivery_maker(self, parts: Parts) -> Callable[..., Any]:
+        """Return what makes the receiver of the loop's output, given whom to tell of its failure."""
+        return partial(Delivery, parts.tokenizer)
 
     def stats(self) -> EngineStats:
         """Return a look at the engine now."""
@@ -219,64 +159,27 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
-        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
-        ids = encode_prompt(prompt, self.tokenizer)
-        seed = self._seeds.getrandbits(SEED_BITS)
-        request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
-        if request.stops and self.tokenizer is None:
-            raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
-        return Handle(Sample(request), self._owner)
 
-    def _start(self, handles: Sequence[Handle]) -> None:
-        """Hand requests to the loop, all between the same two steps."""
-        delivery, inbox = self._life.delivery, self._life.inbox
-        samples = [handle.sample for handle in handles]
+class InboxCommands:
+    """Leaves commands in a loop's inbox."""
 
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def submit(self, samples: Sequence[Sample]) -> None:
         def submit(scheduler: Scheduler) -> None:
             for sample in samples:
                 scheduler.submit(sample)
                 if sample.request.stops:  # delivery has to search its text as it comes
                     scheduler.stream(sample)
 
-        try:
-            for index, handle in enumerate(handles):
-                delivery.register(handle, index)
-            inbox.put(submit)
-        except BaseException:
-            for handle in handles:
-                delivery.forget(handle)
-            raise
-
-
-class _Owner:
-    """What handles ask of the engine, which they keep alive until they have their outcome."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._inbox.put(submit)
 
     def cancel(self, sample: Sample) -> None:
-        self._leave(lambda scheduler: scheduler.cancel(sample))
+        self._inbox.put(lambda scheduler: scheduler.cancel(sample))
 
     def stream(self, sample: Sample) -> None:
-        self._leave(lambda scheduler: scheduler.stream(sample))
+        self._inbox.put(lambda scheduler: scheduler.stream(sample))
 
     def finish(self, sample: Sample, count: int) -> None:
-        self._leave(lambda scheduler: scheduler.finish(sample, count))
-
-    def _leave(self, command: Command) -> None:
-        """Leave a command. After the loop's end every request has its outcome, so nothing is left to do."""
-        with contextlib.suppress(TwostrokeError):
-            self._engine._life.inbox.put(command)
-
-
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
-        raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
-    if len(params) != count:
-        raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
-    return list(params)
+        self._inbox.put(lambda scheduler: scheduler.finish(sample, count))

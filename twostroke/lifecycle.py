@@ -6,6 +6,8 @@ import contextlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,7 +15,6 @@ from .build import Parts
 from .errors import EngineClosed, EngineDead
 from .inbox import Inbox
 from .loop import AsyncLoop, SyncLoop
-from .text.delivery import Delivery
 from .watched import Watched
 
 LOOPS = {"async": AsyncLoop, "sync": SyncLoop}
@@ -28,11 +29,16 @@ class Lifecycle:
             \\-----fail---> dead      every request raises EngineDead
 
     It does not know the `Engine` in front of it, so one that was forgotten can be collected, and closed by that.
+
+    Args:
+        make_delivery: makes what takes the loop's output; called with whom to tell of a failure there.
     """
 
-    def __init__(self, parts: Parts, loop: str) -> None:
+    def __init__(
+        self, parts: Parts, loop: str, make_delivery: Callable[[Callable[[BaseException], None]], Any]
+    ) -> None:
         self.inbox = Inbox()
-        self.delivery = Delivery(parts.tokenizer, self._fail)
+        self.delivery = make_delivery(self._fail)
         watched = Watched(parts.scheduler, self.delivery.put, parts.runner.activity)
         self.loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
         self._device = parts.device

@@ -1,0 +1,161 @@
+"""What callers hold of an engine, wherever its loop runs: it makes requests, starts them, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from .errors import InvalidRequest, TwostrokeError, shown
+from .progress import Progress
+from .prompts import Prompt, as_prompts, encode_prompt
+from .request import Limits, Request, Sample
+from .sampling_params import SEED_BITS, SamplingParams
+from .text.delivery import Delivery
+from .text.handle import Handle
+from .text.output import RequestOutput
+from .text.tokenizer import Tokenizer
+
+
+class Commands(Protocol):
+    """How a front reaches its loop. Every call returns at once, and raises EngineDead or EngineClosed after its end."""
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Queue samples, all between the same two steps. Those with stop strings are streamed from the start."""
+
+    def cancel(self, sample: Sample) -> None: ...
+    def stream(self, sample: Sample) -> None: ...
+    def finish(self, sample: Sample, count: int) -> None: ...
+
+
+class Front:
+    """Requests from prompts, and their outputs back. Safe to use from any thread of the process that made it.
+
+    Args:
+        tokenizer: None for a model without one.
+        limits: what requests are checked against.
+        seed: of the generator that gives seeds to unseeded requests; None: they are unpredictable.
+        delivery: where outputs arrive.
+        commands: where requests go.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: Limits, seed: int | None, delivery: Delivery, commands: Commands
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seeds = random.Random(seed)
+        self._delivery = delivery
+        self._commands = commands
+        self._owner = _Owner(self)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sample, prompt and output."""
+        return self.limits.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts together; return their outputs in the order of the prompts.
+
+        Args:
+            prompts: strings, lists of token ids, or lists of chat messages ({"role": ..., "content": ...}); or one.
+            params: for all prompts, or one for each.
+            progress: show one progress bar on stderr; None: if stderr is a terminal.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter was refused; nothing was started.
+            EngineDead, EngineClosed: the engine ended before the requests.
+        """
+        listed = as_prompts(prompts)
+        each = _params_for(params, len(listed))
+        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(listed, each, strict=True)]
+        try:
+            self._start(handles)
+            with Progress(handles, progress) as bar:
+                bar.wait()
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
+        """Start a request and return its handle at once.
+
+        Args:
+            prompt: a string, a list of token ids, or a list of chat messages.
+            request_id: must differ from those of all live requests; None: the engine makes one.
+
+        Raises:
+            InvalidRequest: the prompt, a parameter or the id was refused.
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        handle = self._make_handle(request_id, prompt, params)
+        self._start([handle])
+        return handle
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
+        """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
+        handle = self.submit(prompt, params, request_id=request_id)
+        handle.begin_stream()
+        return handle
+
+    def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
+        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
+        ids = encode_prompt(prompt, self.tokenizer)
+        seed = self._seeds.getrandbits(SEED_BITS)
+        request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
+        if request.stops and self.tokenizer is None:
+            raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
+        return Handle(Sample(request), self._owner)
+
+    def _start(self, handles: Sequence[Handle]) -> None:
+        """Hand requests to the loop, all between the same two steps."""
+        try:
+            for index, handle in enumerate(handles):
+                self._delivery.register(handle, index)
+            self._commands.submit([handle.sample for handle in handles])
+        except BaseException:
+            for handle in handles:
+                self._delivery.forget(handle)
+            raise
+
+
+class _Owner:
+    """What handles ask of the engine, which they keep alive until they have their outcome."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def cancel(self, sample: Sample) -> None:
+        self._leave(self._front._commands.cancel, sample)
+
+    def stream(self, sample: Sample) -> None:
+        self._leave(self._front._commands.stream, sample)
+
+    def finish(self, sample: Sample, count: int) -> None:
+        self._leave(self._front._commands.finish, sample, count)
+
+    def _leave(self, command: Callable[..., None], *arguments: object) -> None:
+        """Leave a command. After the loop's end every request has its outcome, so nothing is left to do."""
+        with contextlib.suppress(TwostrokeError):
+            command(*arguments)
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
+    if len(params) != count:
+        raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
+    return list(params)
