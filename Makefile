@@ -26,9 +26,9 @@ clean:
 # choose one. No GPU: the versions that CI pins, with torch among them, so that pip does not fetch a CUDA build.
 $(STAMP): pyproject.toml requirements-ci.txt
 	@if $(PYTHON) -c "import torch; raise SystemExit(torch.version.cuda is None)" 2>/dev/null; then \
-		set -ex; $(PYTHON) -m venv --system-site-packages $(VENV); $(BIN)/python -m pip install -q -e ".[dev]"; \
+		set -ex; $(PYTHON) -m venv --system-site-packages $(VENV); $(BIN)/python -m pip install -q -e ".[dev,server]"; \
 	elif command -v nvidia-smi >/dev/null; then \
-		set -ex; $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install -q -e ".[dev]"; \
+		set -ex; $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install -q -e ".[dev,server]"; \
 	else \
 		set -ex; $(PYTHON) -m venv $(VENV); $(BIN)/python -m pip install -q -r requirements-ci.txt -e .; \
 	fi

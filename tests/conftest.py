@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ if not torch.cuda.is_available():
 from families import save_family
 
 from twostroke.model.default_model import default_model_dir
+
+collect_ignore_glob = [] if find_spec("fastapi") else ["test_server_*.py"]
+"""Without the packages of the extra `server`, what needs them is left out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -60,6 +60,6 @@ def save_small(tokenizer_dir: Path, directory: Path) -> Path:
         eos_token_id=2,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_dir / name, directory / name)
     return directory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from .runner import BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.state import SamplingState
 from .scheduler.scheduler import Scheduler
-from .text.tokenizer import Tokenizer, load_tokenizer
+from .text.tokenizer import Tokenizer, find_tokenizer
 
 _PROFILE_STEP = 0
 
@@ -165,7 +164,7 @@ class _Builder:
         return Parts(
             device=device,
             loaded=loaded,
-            tokenizer=_find_tokenizer(loaded.directory),
+            tokenizer=find_tokenizer(loaded.directory),
             limits=Limits(model.vocab_size, max_model_len, config.block_size, usable, eos_ids),
             scheduler=self._make_scheduler(model, num_blocks, max_model_len),
             runner=runner,
@@ -316,11 +315,3 @@ def _dummy_plan(dummy_row: int, lanes: int, tokens: int) -> Plan:
         block_deltas=none.reshape(0, 4),
         lane_deltas=none.reshape(0, 2),
     )
-
-
-def _find_tokenizer(directory: Path | None) -> Tokenizer | None:
-    """Return the tokenizer of a model directory; None if it has none."""
-    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if directory is None or not any((directory / name).is_file() for name in files):
-        return None
-    return load_tokenizer(directory)

@@ -23,6 +23,9 @@ _STOP = None
 _SWEEP_STEPS = 64
 """Steps between two looks for consumers whose asyncio loop was closed."""
 
+_SETTLE_SECONDS = 1.0
+"""Time between two looks whether the worker that is waited for is alive."""
+
 
 class Committed(Protocol):
     """What a commit has to hand over, see `scheduler.Committed`."""
@@ -117,6 +120,13 @@ class Delivery:
         self._puts += 1
         if self._puts % _SWEEP_STEPS == 0:
             self._queue.put(self._sweep)
+
+    def settle(self) -> None:
+        """Wait until all that was put is handed over, or the worker has ended."""
+        done = threading.Event()
+        self._queue.put(done.set)
+        while self._thread.is_alive() and not done.wait(_SETTLE_SECONDS):
+            pass
 
     def fail(self, error: Exception) -> None:
         """Make every request that has not ended fail with `error`."""

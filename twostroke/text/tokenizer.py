@@ -109,6 +109,18 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     return [stage for part in decoder["decoders"] for stage in _flatten(part)]
 
 
+def find_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """Return the tokenizer of a model directory; None if it has none.
+
+    Raises:
+        UnsupportedModel: it has one that can't be read.
+    """
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if directory is None or not any((directory / name).is_file() for name in files):
+        return None
+    return load_tokenizer(directory)
+
+
 def load_tokenizer(directory: Path) -> Tokenizer:
     """Load the tokenizer of a model directory.
 

@@ -1,0 +1,108 @@
+"""The engine process: an engine that gets token ids from a connection and sends token ids back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from ..build import Parts
+from ..engine import Engine, InboxCommands
+from ..errors import EngineClosed, EngineDead, TwostrokeError
+from ..request import Request, Sample
+from .outbox import Outbox
+from .wire import (
+    AskStats,
+    Cancel,
+    Close,
+    Entry,
+    Finish,
+    Ready,
+    Refused,
+    Stats,
+    Stream,
+    Submit,
+    ToEngine,
+    decode_for_engine,
+    encode,
+)
+
+
+class HostedEngine(Engine):
+    """An engine whose outputs go to the API process as token ids; nothing here makes text.
+
+    Args:
+        connection: to the API process.
+        arguments: those of `Engine`.
+    """
+
+    def __init__(self, connection: Connection, **arguments: Any) -> None:
+        self._connection = connection
+        self._samples: dict[int, Sample] = {}
+        super().__init__(**arguments)
+        self._loop = InboxCommands(self._life.inbox)
+
+    @property
+    def ready(self) -> Ready:
+        """What the API process has to know."""
+        directory = self._parts.loaded.directory
+        return Ready(self.limits, None if directory is None else str(directory), self.config.max_rows)
+
+    def serve(self) -> None:
+        """Follow commands until the API process says to close, or is gone."""
+        with contextlib.suppress(EOFError, ConnectionError, EngineDead, EngineClosed):
+            while not isinstance(command := decode_for_engine(self._connection.recv_bytes()), Close):
+                self._follow(command)
+
+    def _delivery_maker(self, parts: Parts) -> Callable[..., Any]:
+        return partial(Outbox, self._connection, self._samples)
+
+    def _follow(self, command: ToEngine) -> None:
+        match command:
+            case Submit(entries):
+                self._loop.submit([self._admit(entry) for entry in entries])
+            case AskStats():
+                self._life.delivery.answer(Stats(asdict(self.stats())))
+            case Cancel(number):
+                self._tell(number, self._loop.cancel)
+            case Stream(number):
+                self._tell(number, self._loop.stream)
+            case Finish(number, count):
+                self._tell(number, lambda sample: self._loop.finish(sample, count))
+
+    def _admit(self, entry: Entry) -> Sample:
+        """Make the sample of an entry, which the API process has checked."""
+        prompt = np.frombuffer(entry.prompt, np.int32)
+        assert entry.params.seed is not None
+        request = Request.create(str(entry.number), prompt, entry.params, entry.params.seed, self.limits)
+        sample = self._samples[entry.number] = Sample(request)
+        return sample
+
+    def _tell(self, number: int, command: Callable[[Sample], None]) -> None:
+        """Pass on a command about a sample, unless its end is on its way to whoever sent that."""
+        if (sample := self._samples.get(number)) is not None:
+            command(sample)
+
+
+def run_engine(connection: Connection, arguments: dict[str, Any]) -> None:
+    """Run an engine; the main function of the engine process.
+
+    Signals that reach all processes of a terminal or a service are the API process's to handle: it says when to close.
+    Should it die, the connection ends.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_IGN)
+    try:
+        engine = HostedEngine(connection, **arguments)
+    except (TwostrokeError, OSError) as error:
+        connection.send_bytes(encode(Refused(type(error).__name__, str(error))))
+        return
+    with engine:
+        connection.send_bytes(encode(engine.ready))
+        engine.serve()

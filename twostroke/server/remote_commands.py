@@ -1,0 +1,84 @@
+"""A front's commands on their way to the engine process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+from ..errors import fresh
+from ..request import Sample
+from .wire import Cancel, Entry, Finish, Message, Stream, Submit, encode
+
+
+class RemoteCommands:
+    """Numbers the samples and sends commands about them. No call waits for the engine process: a thread writes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._next_number = itertools.count()
+        self._numbers: dict[Sample, int] = {}
+        self._samples: dict[int, Sample] = {}
+        self._closed: Exception | None = None
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="twostroke-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        numbers = [next(self._next_number) for _ in samples]
+        entries = [_entry(number, sample) for number, sample in zip(numbers, samples, strict=True)]
+        for number, sample in zip(numbers, samples, strict=True):
+            self._numbers[sample], self._samples[number] = number, sample
+        self.send(Submit(entries))
+
+    def cancel(self, sample: Sample) -> None:
+        if (number := self._numbers.get(sample)) is not None:
+            self.send(Cancel(number))
+
+    def stream(self, sample: Sample) -> None:
+        if (number := self._numbers.get(sample)) is not None:
+            self.send(Stream(number))
+
+    def finish(self, sample: Sample, count: int) -> None:
+        if (number := self._numbers.get(sample)) is not None:
+            self.send(Finish(number, count))
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            EngineClosed, EngineDead: the engine process has ended, or is about to.
+        """
+        if self._closed is not None:
+            raise fresh(self._closed)
+        self._queue.put(encode(message))
+
+    def sample(self, number: int) -> Sample:
+        return self._samples[number]
+
+    def pop(self, number: int) -> Sample:
+        """Return the sample of `number`, which has ended."""
+        sample = self._samples.pop(number)
+        del self._numbers[sample]
+        return sample
+
+    def close(self, reason: Exception) -> None:
+        """Refuse further commands with `reason`. A second close does nothing: the first reason stays."""
+        if self._closed is None:
+            self._closed = reason
+            self._queue.put(None)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader sees to the end of the connection
+            while (message := self._queue.get()) is not None:
+                self._connection.send_bytes(message)
+
+
+def _entry(number: int, sample: Sample) -> Entry:
+    request = sample.request
+    params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens)
+    return Entry(number, request.prompt.tobytes(), params)

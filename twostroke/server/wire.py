@@ -1,0 +1,135 @@
+"""What the API process and the engine process say to each other: token ids, never text.
+
+Messages are MessagePack arrays. Each process encodes and decodes with the types below, so a field that the other does
+not know, or a value of a wrong type, is an error at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..request import FinishReason, Limits
+from ..sampling_params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One sample to run.
+
+    Attributes:
+        number: what both processes call the sample; no user ever sees or chooses it.
+        prompt: int32 token ids.
+        params: as the user gave them, with the seed and max_tokens that hold.
+    """
+
+    number: int
+    prompt: bytes
+    params: SamplingParams
+
+
+class Submit(Message, frozen=True):
+    """Run these, all from the same step on."""
+
+    entries: list[Entry]
+
+
+class Cancel(Message, frozen=True):
+    number: int
+
+
+class Stream(Message, frozen=True):
+    """Send the tokens of a sample as they come, those that have come first."""
+
+    number: int
+
+
+class Finish(Message, frozen=True):
+    """A stop string was found: end the sample with its first `count` output tokens."""
+
+    number: int
+    count: int
+
+
+class AskStats(Message, frozen=True):
+    """Send one `Stats`. Questions are answered in their order."""
+
+
+class Close(Message, frozen=True):
+    """End every sample, send what is left, and exit."""
+
+
+class Ready(Message, frozen=True):
+    """The engine has started.
+
+    Attributes:
+        directory: the model's files; None for a preset.
+        max_rows: samples that can run at once.
+    """
+
+    limits: Limits
+    directory: str | None
+    max_rows: int
+
+
+class Refused(Message, frozen=True):
+    """The engine could not start. `kind` is the name of the error's class."""
+
+    kind: str
+    text: str
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """How a sample ended.
+
+    Attributes:
+        tokens: all its output token ids, int32.
+        admitted, first_token, finished: see `Timings`; the processes of one machine share the clock.
+    """
+
+    number: int
+    tokens: bytes
+    reason: FinishReason
+    error: str | None
+    cached_tokens: int
+    preemptions: int
+    admitted: float | None
+    first_token: float | None
+    finished: float | None
+
+
+class Outputs(Message, frozen=True):
+    """What one or more steps gave.
+
+    Attributes:
+        streamed: for each new token of a sample that is streamed, the sample's number, int64.
+        tokens: the token ids, int32, as many.
+    """
+
+    streamed: bytes
+    tokens: bytes
+    ended: list[Ended]
+
+
+class Stats(Message, frozen=True):
+    """`EngineStats` as a dict: its class comes with the engine, which the API process does not import."""
+
+    values: dict[str, Any]
+
+
+class Died(Message, frozen=True):
+    """The engine failed; nothing more will come."""
+
+    text: str
+
+
+ToEngine = Submit | Cancel | Stream | Finish | AskStats | Close
+FromEngine = Ready | Refused | Outputs | Stats | Died
+
+encode = msgspec.msgpack.Encoder().encode
+decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
