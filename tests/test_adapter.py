@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 from twostroke.attention.interface import Attention, LayerSpec
 from twostroke.errors import UnsupportedModel
 from twostroke.kernels.step import StepInputs
-from twostroke.model.adapter import TransformersModel
+from twostroke.model.adapter import StepAttention, TransformersModel
 from twostroke.model.hook import IMPLEMENTATION, NO_WINDOW_PATTERN, _window_of
 
 BLOCK = 4
@@ -323,15 +323,21 @@ def test_a_step_reads_nothing_back_from_the_device(family):
 def test_running_builds_no_mask(monkeypatch):
     batch = Batch(adapted(FAMILIES["mistral"]))
     seen = []
-    own = batch.model._hook.attend
+    own = StepAttention.__call__
 
-    def attend(call):
+    def attend(self, call):
         seen.append(call.mask)
-        return own(call)
+        return own(self, call)
 
-    monkeypatch.setattr(batch.model._hook, "attend", attend)
+    monkeypatch.setattr(StepAttention, "__call__", attend)
     batch.step(chunks=[(0, 0, [1, 2, 3])])
     assert seen == [None, None]
+
+
+def test_a_model_outside_of_its_engine_is_an_error():
+    model = adapted(FAMILIES["llama"])
+    with pytest.raises(RuntimeError, match="outside of its engine"):
+        model._model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
 
 
 def test_what_the_engine_asks_of_a_model():

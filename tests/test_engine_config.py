@@ -34,6 +34,7 @@ BAD = {
     "max_model_len": [0, 1, -1, 1.5, 2049],
     "attention": ["flash", None, "triton"],
     "graphs": [1, None, "yes"],
+    "compile": [1, None, "yes", True],
     "prefix_cache": [1, None, "yes"],
     "seed": [-1, 2**64, 1.5, "0"],
 }

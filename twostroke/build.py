@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,8 +92,7 @@ def build(config: EngineConfig) -> Parts:
     """
     device = _make_device(config.device)
     try:
-        # NOTE: a default device that the caller set must not decide where host buffers and weights lie.
-        with torch.device("cpu"), device.current(), torch.inference_mode():
+        with _on_the_cpu(), device.current(), torch.inference_mode():
             return _Builder(config, device).build()
     except BaseException:
         device.close()
@@ -118,6 +118,16 @@ def _make_device(device: str | Device) -> Device:
     return CudaDevice(wanted)
 
 
+def _on_the_cpu() -> AbstractContextManager[object]:
+    """A default device that the caller set must not decide where host buffers and weights lie.
+
+    Without one there is none to be overruled: a compiled layer holds for the modes of torch that it was compiled under,
+    and the loop runs under none.
+    """
+    default = torch.get_default_device()
+    return nullcontext() if default.type == "cpu" else torch.device("cpu")
+
+
 class _Builder:
     def __init__(self, config: EngineConfig, device: Device) -> None:
         self.config = config
@@ -137,7 +147,12 @@ class _Builder:
         config, device = self.config, self.device
         began = time.perf_counter()
         loaded = load_model(
-            config.model, impl=config.impl, device=device.torch_device, dtype=config.dtype, seed=config.seed or 0
+            config.model,
+            impl=config.impl,
+            device=device.torch_device,
+            dtype=config.dtype,
+            seed=config.seed or 0,
+            compile=config.compile,
         )
         model = loaded.model
         loaded_at, weights_bytes = time.perf_counter(), used_bytes(device.torch_device)

@@ -34,6 +34,7 @@ class EngineConfig:
     max_model_len: int | None
     attention: str
     graphs: bool
+    compile: bool | str
     prefix_cache: bool
     seed: int | None
 
@@ -59,6 +60,8 @@ class EngineConfig:
         for name in ("graphs", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name}={shown(getattr(self, name))} must be True or False")
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise InvalidConfig(f"compile={shown(self.compile)} must be True, False or auto")
         if self.num_blocks is not None and self.cache_bytes is not None:
             raise InvalidConfig(
                 f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"

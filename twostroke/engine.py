@@ -75,6 +75,8 @@ class Engine(Front):
         max_model_len: most tokens of a sample, prompt and output. None: what the model and the cache allow.
         attention: `auto`, `triton` (CUDA only), or `torch`, the plain PyTorch form.
         graphs: capture decode steps in CUDA graphs. Without CUDA there is nothing to capture.
+        compile: compile the layers of a model that transformers runs, once for all that are alike; `auto`: on CUDA.
+            Where that fails, the log says why, and they run as they are. The native decoder has nothing to compile.
         prefix_cache: reuse the blocks of the KV cache whose tokens, and all before them, another request had too.
         seed: of the generator that gives seeds to unseeded requests, and of random weights. None: the former are
             unpredictable, the latter those of seed 0.
@@ -101,6 +103,7 @@ class Engine(Front):
         max_model_len: int | None = None,
         attention: str = "auto",
         graphs: bool = True,
+        compile: bool | str = "auto",
         prefix_cache: bool = True,
         seed: int | None = None,
     ) -> None:

@@ -85,6 +85,9 @@ class EngineFlags:
     max_model_len: Annotated[int | None, engine_flag("Most tokens of prompt and output together.")] = None
     attention: Annotated[str | None, engine_flag("triton, torch or auto.")] = None
     graphs: Annotated[bool | None, engine_flag("CUDA graphs for decode steps.", "--graphs/--no-graphs")] = None
+    compile: Annotated[
+        bool | None, engine_flag("Compile the layers of a model that transformers runs.", "--compile/--no-compile")
+    ] = None
     prefix_cache: Annotated[
         bool | None, engine_flag("Reuse the KV cache of equal prompt beginnings.", "--prefix-cache/--no-prefix-cache")
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,18 @@ from transformers.utils import logging as transformers_logging
 from ..attention.interface import Attention, LayerSpec
 from ..errors import UnsupportedModel
 from ..kernels.step import StepInputs
-from .hook import IMPLEMENTATION, AttentionCall, Hook, max_positions_of
-from .probe import SegmentAttention, check_config, check_logits, find_layers, interleave, probe_tokens, set_attention
+from .compiled import CompiledLayers
+from .hook import IMPLEMENTATION, AttentionCall, attending, max_positions_of
+from .probe import (
+    SegmentAttention,
+    change_of,
+    check_config,
+    check_logits,
+    find_layers,
+    interleave,
+    probe_tokens,
+    set_attention,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,26 +71,30 @@ class TransformersModel:
 
     Args:
         model: on its device, in its dtype, with `attn_implementation="eager"`; this object becomes its only user.
+        compile: compile the decoder layers, here and now. Where that fails, or changes the logits, they run as
+            transformers wrote them, and the log says why.
 
     Raises:
         UnsupportedModel: the model needs something that paged attention does not do, or would answer differently.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
         self._model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.weight_bytes = _weight_bytes(model)
-        self._hook = Hook(model)
+        self._compiled: CompiledLayers | None = None
         with quiet_transformers():
-            self.layers: list[LayerSpec] = find_layers(model, self._hook)
+            self.layers: list[LayerSpec] = find_layers(model)
             self.max_positions = _max_positions(model.config)
             self._verify()
+            if compile:
+                self._compile()
 
     @classmethod
     def from_directory(
-        cls, directory: Path | str, *, device: torch.device | str, dtype: torch.dtype
+        cls, directory: Path | str, *, device: torch.device | str, dtype: torch.dtype, compile: bool = False
     ) -> TransformersModel:
         """Load a model saved in transformers' layout. Code that lies beside the weights is never run.
 
@@ -106,11 +121,17 @@ class TransformersModel:
             )
         model, report = loaded
         _check_weights(config.model_type, report)
-        return cls(model.to(device))
+        return cls(model.to(device), compile=compile)
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], *, device: torch.device | str, dtype: torch.dtype, seed: int
+        cls,
+        config: dict[str, Any],
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        seed: int,
+        compile: bool = False,
     ) -> TransformersModel:
         """Make a model with random weights, on the device, from the content of a `config.json`.
 
@@ -129,30 +150,68 @@ class TransformersModel:
                 model = AutoModelForCausalLM.from_config(
                     parsed, dtype=dtype, attn_implementation="eager", trust_remote_code=False
                 )
-        return cls(model)
+        return cls(model, compile=compile)
 
-    @torch.no_grad()
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None)."""
-        self._hook.handler = StepAttention(attention, step)
-        output = self._model(
-            input_ids=step.input_ids[None],
-            position_ids=step.positions[None],
-            use_cache=False,
-            logits_to_keep=0 if step.sample_index is None else step.sample_index,
-        )
-        self._hook.handler = None
+        try:
+            return self._run(step, attention)
+        except Exception as error:  # whatever torch's compiler raises, now or at another number of tokens
+            if self._compiled is None:
+                raise
+            self._give_up_compiling(_one_line(error))
+        return self._run(step, attention)
+
+    @torch.no_grad()
+    def _run(self, step: StepInputs, attention: Attention) -> torch.Tensor:
+        with attending(StepAttention(attention, step)):
+            output = self._model(
+                input_ids=step.input_ids[None],
+                position_ids=step.positions[None],
+                use_cache=False,
+                logits_to_keep=0 if step.sample_index is None else step.sample_index,
+            )
         return output.logits[0].to(self.dtype)
 
     @torch.no_grad()
     def _verify(self) -> None:
-        tokens = probe_tokens(self.layers, self.vocab_size, self.max_positions).to(self.device)
+        tokens = self._probe_tokens()
         set_attention(self._model, "eager")
         # NOTE: with a cache, as in generation: a model that takes K and V of another layer may need it for that.
         expected = self._model(input_ids=tokens, use_cache=True).logits
         set_attention(self._model, IMPLEMENTATION)
-        found = self.forward(interleave(tokens), SegmentAttention(self.layers, self.dtype, self.device))
-        check_logits(self._model.config.model_type, found, expected)
+        check_logits(self._model.config.model_type, self._probe(tokens), expected)
+
+    def _compile(self) -> None:
+        """Compile the layers for many tokens and for one, and compare logits with those before."""
+        tokens = self._probe_tokens()
+        several = [tokens, tokens[:1, :1]]
+        expected = [self._probe(tokens) for tokens in several]
+        try:
+            self._compiled = CompiledLayers(self._model)
+        except UnsupportedModel as error:
+            self._give_up_compiling(_one_line(error))
+            return
+        for tokens, logits in zip(several, expected, strict=True):
+            if change := change_of(self._probe(tokens), logits):
+                self._give_up_compiling(f"compiled layers change the logits by {change:.2g} (relative)")
+
+    def _give_up_compiling(self, reason: str) -> None:
+        logger.warning("%s: not compiled: %s", self._model.config.model_type, reason)
+        if self._compiled is not None:
+            self._compiled.undo()
+            self._compiled = None
+
+    def _probe_tokens(self) -> torch.Tensor:
+        return probe_tokens(self.layers, self.vocab_size, self.max_positions).to(self.device)
+
+    def _probe(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.forward(interleave(tokens), SegmentAttention(self.layers, self.dtype, self.device))
+
+
+def _one_line(error: Exception) -> str:
+    """A short text of an error; those of torch's compiler fill a screen."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
 
 
 def _check_model_class(config: PretrainedConfig) -> None:

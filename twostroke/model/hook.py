@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 IMPLEMENTATION = "twostroke"
@@ -19,42 +22,62 @@ PROBE = "twostroke_probe"
 NO_WINDOW_PATTERN = -1
 """Stands in a probe's mask where the pattern is neither causal nor a causal window."""
 
-_ATTRIBUTE = "twostroke_hook"
-
 
 class AttentionCall(NamedTuple):
     """What a model hands to its attention.
 
     Attributes:
-        module: the attention module that calls.
         query: [B, heads, T, head_dim].
         key: [B, kv_heads, T, head_dim].
         value: as `key`.
+        module: the attention module that calls.
         mask: what the model's mask function made, or something of the model's own; None if there is no mask.
         options: all other arguments.
+
+    A compiled layer hands over the tensors alone: what else there is was seen when the model was probed.
     """
 
-    module: nn.Module
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
-    options: dict[str, Any]
+    module: nn.Module | None = None
+    mask: torch.Tensor | None = None
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
-class Hook:
-    """Binds the attention modules of one model instance to a handler, so that two models in a process never mix."""
+Handler = Callable[[AttentionCall], torch.Tensor]
+"""Takes the attention calls of a forward pass, in their order; returns [B, T, heads, head_dim]."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.handler: Callable[[AttentionCall], torch.Tensor] | None = None
-        for module in model.modules():
-            setattr(module, _ATTRIBUTE, self)
+_running = threading.local()
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return [B, T, heads, head_dim]."""
-        if self.handler is None:
-            raise RuntimeError("the model was run outside of its engine")
-        return self.handler(call)
+
+@contextmanager
+def attending(handler: Handler) -> Iterator[None]:
+    """Let `handler` take the attention calls of the forward pass that this thread runs meanwhile."""
+    _running.handler = handler
+    try:
+        yield
+    finally:
+        _running.handler = None
+
+
+def _handle(call: AttentionCall) -> torch.Tensor:
+    handler: Handler | None = getattr(_running, "handler", None)
+    if handler is None:
+        raise RuntimeError("the model was run outside of its engine")
+    return handler(call)
+
+
+@torch.library.custom_op("twostroke::attend", mutates_args=())
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The attention call of a compiled layer, opaque to the compiler. It reads and writes the cache unseen by it."""
+    return _handle(AttentionCall(query, key, value))
+
+
+@attend.register_fake
+def _shape_of_attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    batch, heads, tokens, head_dim = query.shape
+    return query.new_empty(batch, tokens, heads, head_dim)
 
 
 def _attend(
@@ -65,8 +88,9 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    hook: Hook = getattr(module, _ATTRIBUTE)
-    return hook.attend(AttentionCall(module, query, key, value, attention_mask, options)), None
+    if torch.compiler.is_compiling():
+        return attend(query, key, value), None
+    return _handle(AttentionCall(query, key, value, module, attention_mask, options)), None
 
 
 def _describe_mask(

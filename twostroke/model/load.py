@@ -50,6 +50,7 @@ def load_model(
     device: torch.device,
     dtype: str | torch.dtype = "auto",
     seed: int = 0,
+    compile: bool | str = "auto",
 ) -> LoadedModel:
     """Load a model.
 
@@ -61,13 +62,14 @@ def load_model(
         dtype: `auto`, `float32`, `bfloat16`, `float16` or the torch dtype. `auto` is float32 on the CPU; elsewhere the
             checkpoint's if that has two bytes, else bfloat16.
         seed: of the random weights of a preset.
+        compile: compile the layers of a model that transformers runs; `auto`: on CUDA.
 
     Raises:
         InvalidConfig: for an argument that makes no sense, a model that is not found, or files that cannot be used.
         UnsupportedModel: if impl is `native` and the native decoder does not implement the model.
     """
     try:
-        return _load(name, impl, device, dtype, seed)
+        return _load(name, impl, device, dtype, seed, compile)
     except TwostrokeError:
         raise
     except Exception as error:  # the files are anybody's, and those who read them raise whatever they like
@@ -77,7 +79,12 @@ def load_model(
 
 
 def _load(
-    name: str | os.PathLike[str], impl: str, device: torch.device, dtype: str | torch.dtype, seed: int
+    name: str | os.PathLike[str],
+    impl: str,
+    device: torch.device,
+    dtype: str | torch.dtype,
+    seed: int,
+    compile: bool | str,
 ) -> LoadedModel:
     if impl not in IMPLEMENTATIONS:
         raise InvalidConfig(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -85,10 +92,14 @@ def _load(
     config = PRESETS[str(name)] if directory is None else _read_json(directory / "config.json")
     weights_dtype = _resolve_dtype(dtype, config, device)
     decoder_config = _native_config(config, impl)
+    if decoder_config is not None and compile is True:
+        raise InvalidConfig("compile=True: the native decoder has nothing to compile; impl='transformers' has")
+    if compile == "auto":
+        compile = device.type == "cuda"
     if decoder_config is not None:
         model: Model = _load_native(decoder_config, directory, device, weights_dtype, seed)
     else:
-        model = _load_transformers(config, directory, device, weights_dtype, seed)
+        model = _load_transformers(config, directory, device, weights_dtype, seed, bool(compile))
     chosen = "native" if decoder_config is not None else "transformers"
     return LoadedModel(model, directory, _eos_ids(config, directory), chosen, os.fspath(name))
 
@@ -118,14 +129,19 @@ def _load_native(
 
 
 def _load_transformers(
-    config: Mapping[str, Any], directory: Path | None, device: torch.device, dtype: torch.dtype, seed: int
+    config: Mapping[str, Any],
+    directory: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    compile: bool,
 ) -> Model:
     # Imported here: a native model must not pay for importing transformers.
     from .adapter import TransformersModel
 
     if directory is None:
-        return TransformersModel.from_config(dict(config), device=device, dtype=dtype, seed=seed)
-    return TransformersModel.from_directory(directory, device=device, dtype=dtype)
+        return TransformersModel.from_config(dict(config), device=device, dtype=dtype, seed=seed, compile=compile)
+    return TransformersModel.from_directory(directory, device=device, dtype=dtype, compile=compile)
 
 
 def _find_directory(name: str | os.PathLike[str]) -> Path:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..attention.interface import Attention, LayerSpec
 from ..errors import UnsupportedModel
 from ..kernels.step import StepInputs
-from .hook import PROBE, AttentionCall, Hook
+from .hook import PROBE, AttentionCall, attending
 
 HARMLESS_OPTIONS = frozenset(
     {
@@ -128,7 +128,7 @@ def _rope_types(parameters: Any) -> list[str]:
 
 
 @torch.no_grad()
-def find_layers(model: PreTrainedModel, hook: Hook) -> list[LayerSpec]:
+def find_layers(model: PreTrainedModel) -> list[LayerSpec]:
     """Run the model on a few tokens and return the attention of its layers, in the order in which they are called.
 
     Raises:
@@ -137,8 +137,8 @@ def find_layers(model: PreTrainedModel, hook: Hook) -> list[LayerSpec]:
     name = model.config.model_type
     recorder = Recorder(name, model.dtype)
     set_attention(model, PROBE)
-    hook.handler = recorder
-    model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), use_cache=False)
+    with attending(recorder):
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=model.device), use_cache=False)
     expected = model.config.get_text_config().num_hidden_layers
     if len(recorder.layers) < expected:
         raise UnsupportedModel(
@@ -164,9 +164,9 @@ def probe_tokens(layers: list[LayerSpec], vocab_size: int, max_positions: int) -
 
 
 def interleave(tokens: torch.Tensor) -> StepInputs:
-    """Return the step over [2, n] tokens, for `SegmentAttention` only: it has no lanes, chunks or blocks."""
+    """Return the step over [2, n] or [1, 1] tokens, for `SegmentAttention` only: it has no lanes, chunks or blocks."""
     none = torch.empty(0, dtype=torch.int32, device=tokens.device)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat_interleave(2)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat_interleave(tokens.shape[0])
     no_slots = torch.zeros(1, len(positions), dtype=torch.int64, device=tokens.device)
     ids = tokens.T.reshape(-1)
     return StepInputs(ids, positions, no_slots, none, none, none, none, none, none[None, None], None, 0, 0)
@@ -175,18 +175,24 @@ def interleave(tokens: torch.Tensor) -> StepInputs:
 def check_logits(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare the logits of `interleave`'s step, [2 n, vocab], with those of eager attention, [2, n, vocab].
 
-    The error of a token is relative to the spread of its logits. In 16 bits the median is judged, since one expert
-    chosen otherwise in a near-tie changes a whole token.
-
     Raises:
         UnsupportedModel: they differ.
     """
-    expected = expected.transpose(0, 1).reshape(found.shape).float()
+    if change := change_of(found, expected.transpose(0, 1).reshape(found.shape)):
+        raise UnsupportedModel(
+            f"{name}: its logits change by {change:.2g} (relative) over paged attention; "
+            "something in the model mixes tokens, or depends on positions, in a way that is not known here"
+        )
+
+
+def change_of(found: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """Return how much logits [T, vocab] differ where that is more than rounding, else None.
+
+    The error of a token is relative to the spread of its logits. In 16 bits the median is judged, since one expert
+    chosen otherwise in a near-tie changes a whole token.
+    """
+    expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     errors = (found.float() - expected).norm(dim=-1) / spread
     error, tolerance = (errors.max(), 1e-3) if found.dtype == torch.float32 else (errors.median(), 0.1)
-    if not error <= tolerance:
-        raise UnsupportedModel(
-            f"{name}: its logits change by {float(error):.2g} (relative) over paged attention; "
-            "something in the model mixes tokens, or depends on positions, in a way that is not known here"
-        )
+    return None if error <= tolerance else float(error)
