@@ -15,21 +15,25 @@ VOCAB = 97
 
 def next_token(seed: int, tokens: list[int], outputs: int, min_outputs: int, stop_ids: set[int]) -> int:
     """A pure function of the seed and all earlier tokens; stop ids are masked while outputs < min_outputs."""
-    digest = hashlib.blake2b(np.array([seed, *tokens], np.int64).tobytes(), digest_size=4).digest()
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + np.array(tokens, np.int64).tobytes(), digest_size=4).digest()
     token = int.from_bytes(digest, "little") % VOCAB
     while outputs < min_outputs and token in stop_ids:
         token = (token + 1) % VOCAB
     return token
 
 
-def oracle(request: Request, nan_at: int | None = None) -> tuple[list[int], FinishReason]:
-    """The output that `request` must get, and why it ends; `nan_at` is the output index whose logits are NaN."""
+def oracle(request: Request, nan_at: int | None = None, seed: int | None = None) -> tuple[list[int], FinishReason]:
+    """The output that `request` must get, and why it ends.
+
+    `nan_at` is the output index whose logits are NaN; `seed` that of a sample other than the first.
+    """
+    seed = request.seed if seed is None else seed
     tokens, stops = request.prompt.tolist(), set(request.stop_ids.tolist())
     output: list[int] = []
     while len(output) < request.max_tokens:
         if len(output) == nan_at:
             return output, FinishReason.ERROR
-        output.append(next_token(request.seed, tokens + output, len(output), request.params.min_tokens, stops))
+        output.append(next_token(seed, tokens + output, len(output), request.params.min_tokens, stops))
         if output[-1] in stops:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
@@ -88,6 +92,8 @@ class PaperDevice:
             self.rows[row]["seed"] = int(record["seed_low"]) | int(record["seed_high"]) << 32
             self.rows[row] |= {"first": int(record["length"]), "good": int(record["length"]), "epoch": self.epoch}
             self.held[:, row] = 0
+        for source, target in plan.block_copies.tolist():
+            self.cache[:, target] = self.cache[:, source]
         for group, row, index, block in plan.block_deltas.tolist():
             assert index == self.held[group, row], "a hole in the block table"
             assert block != DUMMY_BLOCK
@@ -215,12 +221,14 @@ class Workshop:
         if isinstance(prompt, int):
             prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt)]
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **params)
-        sample = Sample(Request.create(str(len(self.samples)), prompt, params, 0, self.limits))
-        if nan_at is not None:
-            self.device.nan_at[seed] = nan_at
-        self.scheduler.submit(sample)
-        self.samples.append(sample)
-        return sample
+        request = Request.create(str(len(self.samples)), prompt, params, 0, self.limits)
+        samples = [Sample(request, index) for index in range(request.samples)]
+        for sample in samples:
+            if nan_at is not None:
+                self.device.nan_at[sample.seed] = nan_at
+            self.scheduler.submit(sample)
+        self.samples += samples
+        return samples[0]
 
     def cancel(self, sample: Sample) -> Committed:
         before = self._running_rows()
@@ -304,7 +312,7 @@ class Workshop:
         committed = plan.step - 1 - len(self.in_flight)
         for record in plan.joins:
             row, seed = int(record["row"]), int(record["seed_low"]) | int(record["seed_high"]) << 32
-            sample = next(s for s in self.samples if s.request.seed == seed)
+            sample = next(s for s in self.samples if s.seed == seed)
             self._forget(sample)
             self._check_free(row, {self._user_of_row.get(row)}, committed)
             self.hits[sample] = int(record["length"])
@@ -313,7 +321,7 @@ class Workshop:
         joined = set(plan.joins["row"].tolist())
         for group, row, index, block in plan.block_deltas.tolist():
             sample = self._user_of_row[row]
-            if row in joined and index * self.limits.block_size < self.hits[sample]:
+            if row in joined and (index + 1) * self.limits.block_size <= self.hits[sample]:
                 self._check_shared(group, block, index, sample, committed)
                 self._owners[group, block].add(sample)
             else:
@@ -340,7 +348,9 @@ class Workshop:
         assert device.prefixes[group, block] == expected, "a shared block was written after other tokens"
         assert index * size + size < len(sample.tokens), "the last token must be computed"
         assert device.written[group, block] <= committed, "a block was shared before its step was committed"
-        assert device.epoch_of[group, block] == device.epoch, "a block was shared across a reset"
+        # A request that runs goes on with what it has, and its forks are part of it.
+        epoch = device.epoch_of[group, block]
+        assert epoch == device.epoch or sample.index, "a block was shared across a reset"
 
     def check_idle(self) -> None:
         scheduler, stats = self.scheduler, self.scheduler.stats()
@@ -352,7 +362,7 @@ class Workshop:
 
     def check_output(self, sample: Sample) -> None:
         """The sample's output is the oracle's; of a cancelled one, its beginning."""
-        expected, reason = oracle(sample.request, self.device.nan_at.get(sample.request.seed))
+        expected, reason = oracle(sample.request, self.device.nan_at.get(sample.seed), sample.seed)
         output = sample.output.tolist()
         if sample in self.cuts:
             assert (output, sample.finish_reason) == (expected[: self.cuts[sample]], FinishReason.STOP)

@@ -247,6 +247,18 @@ def test_json_prints_one_object_per_prompt_in_input_order(tmp_path: Path) -> Non
     assert {one["text"] for one in objects} == {None}
 
 
+def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
+    flags = (*TINY, "--prompts-file", lines_file(tmp_path, {"prompt": [5, 6]}), "--n", "3", "--max-tokens", "4")
+    (printed,) = run("generate", *flags, "--json", "--seed", "1").stdout.splitlines()
+    assert set(json.loads(printed)) == {"index", "prompt_tokens", "outputs"}
+    outputs = json.loads(printed)["outputs"]
+    assert [set(one) for one in outputs] == [{"text", "token_ids", "finish_reason"}] * 3
+    assert len({tuple(one["token_ids"]) for one in outputs}) == 3
+    lines = run("generate", *flags, "--seed", "1").stdout.splitlines()
+    assert lines[::2] == ["--- 1.1 ---", "--- 1.2 ---", "--- 1.3 ---"]
+    assert [line.split() for line in lines[1::2]] == [[str(token) for token in one["token_ids"]] for one in outputs]
+
+
 def test_plain_output_has_headings_and_a_closing_line(tmp_path: Path) -> None:
     path = lines_file(tmp_path, {"prompt": [1, 2, 3]}, {"prompt": [4]})
     result = run("generate", *TINY, "--prompts-file", path, "--temperature", "0", "--max-tokens", "4", "--ignore-eos")
@@ -334,7 +346,8 @@ class StubHandle:
 
 
 def output(reason: str, error: str | None = None, token_ids: tuple[int, ...] = (1,)) -> SimpleNamespace:
-    return SimpleNamespace(text="t", token_ids=list(token_ids), prompt_token_ids=[1], finish_reason=reason, error=error)
+    sample = {"text": "t", "token_ids": list(token_ids), "finish_reason": reason, "error": error}
+    return SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(**sample)], **sample)
 
 
 def stub_engine(monkeypatch: pytest.MonkeyPatch, *outcomes: object) -> list[StubHandle]:

@@ -128,15 +128,15 @@ class NoOwner:
 
 def test_text_may_come_before_its_token_and_a_token_without_text():
     """Of a request with stop strings: a consumer gets either at once, and nothing for nothing."""
-    handle = Handle(None, NoOwner())
+    handle = Handle([None], NoOwner())
     handle.begin_stream()
     taken = []
     consumer = threading.Thread(target=lambda: taken.extend([handle.next_delta(), handle.next_delta()]), daemon=True)
     consumer.start()
-    handle.push([], "")
-    handle.push([], "a")
-    wait_until(lambda: not handle._text)
-    handle.push([7], "")
+    handle.push(0, [], "")
+    handle.push(0, [], "a")
+    wait_until(lambda: not handle._pieces[0])
+    handle.push(0, [7], "")
     consumer.join(PATIENCE)
     assert taken == [Delta("a", []), Delta("", [7])]
 

@@ -39,8 +39,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 20),
         nan_at=st.none() | st.integers(0, 6),
         streamed=st.booleans(),
+        n=st.integers(1, 4),
     )
-    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed):
+    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed, n):
         """A prompt of its own, one of a family with the same beginning, or the next turn of an earlier sample."""
         limits = self.shop.limits
         longest = min(limits.cache_positions, limits.max_model_len - 1)
@@ -52,7 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             length = len(prompt)
         output = min(output, limits.cache_positions + 1 - length, limits.max_model_len - length)
         sample = self.shop.submit(
-            prompt, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output)
+            prompt, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output), n=n
         )
         if streamed:
             self.shop.stream(sample)

@@ -76,6 +76,17 @@ def test_outputs_equal_those_of_an_engine_in_this_process(engine, local):
         assert deltas[-1].finish_reason == reason
 
 
+def test_samples_of_one_prompt_are_those_of_an_engine_in_this_process(engine, local):
+    prompts, params = [PROMPT, [9], PROMPT], [SamplingParams(seed=4, n=n, max_tokens=20) for n in (3, 1, 12)]
+    expected, remote = local.generate(prompts, params), engine.generate(prompts, params)
+    for here, there in zip(expected, remote, strict=True):
+        assert [sample.token_ids for sample in there.outputs] == [sample.token_ids for sample in here.outputs]
+    deltas = list(engine.stream(PROMPT, params[0]))
+    for sample in expected[0].outputs:
+        assert [t for delta in deltas if delta.index == sample.index for t in delta.token_ids] == sample.token_ids
+    wait_until(lambda: idle(engine))
+
+
 def test_unseeded_requests_draw_seeds_in_the_front(engine):
     first, second = engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=20))
     assert first.seed != second.seed

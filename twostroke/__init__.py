@@ -18,7 +18,7 @@ from .sampling_params import SamplingParams
 if TYPE_CHECKING:
     from .engine import Engine
     from .text.handle import Handle
-    from .text.output import Delta, RequestOutput
+    from .text.output import Delta, RequestOutput, SampleOutput
 
 __version__ = "0.1.0"
 
@@ -32,12 +32,19 @@ __all__ = [
     "InvalidConfig",
     "InvalidRequest",
     "RequestOutput",
+    "SampleOutput",
     "SamplingParams",
     "TwostrokeError",
     "UnsupportedModel",
 ]
 
-_LAZY = {"Engine": "engine", "Handle": "text.handle", "Delta": "text.output", "RequestOutput": "text.output"}
+_LAZY = {
+    "Engine": "engine",
+    "Handle": "text.handle",
+    "Delta": "text.output",
+    "RequestOutput": "text.output",
+    "SampleOutput": "text.output",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -83,6 +83,9 @@ class Forward:
     def __call__(self, step: StepInputs) -> torch.Tensor:
         return self.model.forward(step, self.attention)
 
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        self.attention.copy_blocks(pairs)
+
 
 def build(config: EngineConfig) -> Parts:
     """Build everything, in the order that memory wants: weights, profile, cache, graphs.

@@ -23,7 +23,10 @@ class Commands(Protocol):
     """How a front reaches its loop. Every call returns at once, and raises EngineDead or EngineClosed after its end."""
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Queue samples, all between the same two steps. Those with stop strings are streamed from the start."""
+        """Queue samples, all between the same two steps. Those with stop strings are streamed from the start.
+
+        All samples of a request are among them, one after the other.
+        """
 
     def cancel(self, sample: Sample) -> None: ...
     def stream(self, sample: Sample) -> None: ...
@@ -76,7 +79,7 @@ class Front:
         """
         listed = as_prompts(prompts)
         each = _params_for(params, len(listed))
-        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(listed, each, strict=True)]
+        handles = [self._make_handle(None, *given, place) for place, given in enumerate(zip(listed, each, strict=True))]
         try:
             self._start(handles)
             with Progress(handles, progress) as bar:
@@ -107,7 +110,9 @@ class Front:
         handle.begin_stream()
         return handle
 
-    def _make_handle(self, request_id: str | None, prompt: Prompt, params: SamplingParams | None) -> Handle:
+    def _make_handle(
+        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None, place: int = 0
+    ) -> Handle:
         name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
@@ -116,14 +121,14 @@ class Front:
         request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
         if request.stops and self.tokenizer is None:
             raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
-        return Handle(Sample(request), self._owner)
+        return Handle([Sample(request, index) for index in range(request.samples)], self._owner, place)
 
     def _start(self, handles: Sequence[Handle]) -> None:
         """Hand requests to the loop, all between the same two steps."""
         try:
-            for index, handle in enumerate(handles):
-                self._delivery.register(handle, index)
-            self._commands.submit([handle.sample for handle in handles])
+            for handle in handles:
+                self._delivery.register(handle)
+            self._commands.submit([sample for handle in handles for sample in handle.samples])
         except BaseException:
             for handle in handles:
                 self._delivery.forget(handle)

@@ -5,7 +5,7 @@ Plans hold numpy arrays and ints only and can be pickled, so another process can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 
 import numpy as np
@@ -56,6 +56,9 @@ class Feature(IntFlag):
 
 NO_FEATURES = Feature(0)
 
+NO_COPIES = np.empty((0, 2), np.int32)
+NO_COPIES.flags.writeable = False
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -72,6 +75,8 @@ class Plan:
         block_deltas: blocks added, int32 [B, 4]: group, row, index in the row's table, block.
         lane_deltas: lanes changed, int32 [M, 2]: lane, row (the dummy row for a lane that is no longer in use).
         features: what the rows with a part in steps ask for, all together; most often nothing.
+        block_copies: blocks copied in every group before anything is written, int32 [K, 2]: source, target. Targets
+            differ from each other and from all sources. Only rows with a chunk in this step get copies.
     """
 
     step: int
@@ -82,6 +87,7 @@ class Plan:
     block_deltas: np.ndarray
     lane_deltas: np.ndarray
     features: Feature = NO_FEATURES
+    block_copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
 
     @property
     def num_lanes(self) -> int:

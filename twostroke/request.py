@@ -14,7 +14,7 @@ import numpy as np
 
 from .checks import require_token_ids
 from .errors import InvalidRequest, shown
-from .sampling_params import SamplingParams, stop_strings
+from .sampling_params import SEED_BITS, SamplingParams, stop_strings
 
 MAX_STOP_IDS = 32
 """Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
@@ -69,6 +69,11 @@ class Request:
     max_tokens: int
     stop_ids: np.ndarray
     stops: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples that run."""
+        return self.params.n
 
     @classmethod
     def create(
@@ -130,6 +135,22 @@ def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> i
     return max_tokens
 
 
+def mix_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a request with `seed`: the seed itself for sample 0, else splitmix64's output.
+
+    That is the finalizer of Steele, Lea and Flood (OOPSLA 2014) on seed + index * 0x9E3779B97F4A7C15, modulo 2**64.
+    """
+    if index == 0:
+        return seed
+    word = (seed + index * 0x9E3779B97F4A7C15) & _SEED_MASK
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _SEED_MASK
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _SEED_MASK
+    return word ^ word >> 31
+
+
+_SEED_MASK = (1 << SEED_BITS) - 1
+
+
 class SampleState(StrEnum):
     """Where a sample stands. WAITING <-> RUNNING (by admission, preemption), then FINISHED for ever."""
 
@@ -155,6 +176,7 @@ class Sample:
     Attributes:
         request: what was asked for.
         index: the number of the sample within its request.
+        seed: the key of its random numbers, see `mix_seed`.
         state: see `SampleState`.
         order: arrival number, given by the scheduler; smaller is older.
         tokens: prompt and output token ids, int32; current whenever the sample has no row.
@@ -167,6 +189,7 @@ class Sample:
 
     request: Request
     index: int = 0
+    seed: int = field(init=False)
     state: SampleState = SampleState.WAITING
     order: int = -1
     tokens: np.ndarray = field(init=False)
@@ -179,6 +202,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt
+        self.seed = mix_seed(self.request.seed, self.index)
 
     @property
     def prompt_len(self) -> int:

@@ -13,6 +13,7 @@ from .device.activity import Activity
 from .device.batch_state import BatchState
 from .device.buckets import Buckets
 from .device.graphs import Graphs
+from .device.layout import block_copies
 from .device.slot import Slot
 from .device.streams import Device, Meter
 from .plan import NO_FEATURES, Feature, Plan, StepOutput
@@ -34,14 +35,29 @@ class BatchOps(Protocol):
     def advance(self, batch: Any, sampled: int, output: torch.Tensor) -> None: ...
 
 
+class Forward(Protocol):
+    """The model over its cache."""
+
+    def __call__(self, step: Any, /) -> torch.Tensor:
+        """Inputs of a step -> logits [S, V]."""
+        ...
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy blocks of the cache, see `Plan.block_copies`."""
+
+
 class StepShape(NamedTuple):
-    """What a step's launches depend on: lanes (padded), prompt chunks, their tokens, sampled positions; features."""
+    """What a step's launches depend on.
+
+    That is lanes (padded), prompt chunks, their tokens, sampled positions, features, and block copies.
+    """
 
     lanes: int
     chunks: int
     prompt_tokens: int
     sampled: int
     features: Feature = NO_FEATURES
+    copies: int = 0
 
 
 class Runner:
@@ -51,7 +67,7 @@ class Runner:
         device: streams and buffers.
         state: the device-resident batch.
         ops: what happens to the batch in a step.
-        forward: inputs of a step -> logits [S, V].
+        forward: the model.
         stages: what edits the logits before they are sampled, in this order, where a step's features ask for it.
         sample: (logits [S, V], rows [S], tokens out [S], errors out [S]) on the current stream.
         buckets: padded sizes of decode steps.
@@ -62,7 +78,7 @@ class Runner:
         device: Device,
         state: BatchState,
         ops: BatchOps,
-        forward: Callable[[Any], torch.Tensor],
+        forward: Forward,
         stages: Sequence[Stage],
         sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
         buckets: Buckets,
@@ -123,7 +139,9 @@ class Runner:
             lanes = self._buckets.fit(plan.num_lanes)
             return StepShape(lanes, 0, 0, lanes, plan.features)
         sampled = plan.num_lanes + len(plan.sampling_chunks())
-        return StepShape(plan.num_lanes, chunks, len(plan.prompt_tokens), sampled, plan.features)
+        return StepShape(
+            plan.num_lanes, chunks, len(plan.prompt_tokens), sampled, plan.features, len(plan.block_copies)
+        )
 
     def capture(self, graphs: Graphs, slots: list[Slot], logits: torch.Tensor) -> None:
         """Capture the decode buckets for every slot, largest first, so that the pool is sized once.
@@ -169,6 +187,8 @@ class Runner:
     def forward_part(self, shape: StepShape, slot: Slot) -> torch.Tensor:
         """Deltas, inputs with carry-over, forward pass; returns the logits [S, V] of the sampled positions."""
         self._ops.apply_deltas(slot.device_input, self.state)
+        if shape.copies:
+            self._forward.copy_blocks(block_copies(slot.device_input, shape.copies))
         inputs = self._ops.prepare(
             slot.device_input, self.state, shape.lanes, shape.chunks, shape.prompt_tokens, shape.sampled
         )

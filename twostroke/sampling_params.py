@@ -18,6 +18,9 @@ MAX_STOP_LENGTH = 256
 
 SEED_BITS = 64
 
+MAX_SAMPLES = 1024
+"""Samples of a request."""
+
 MIN_TEMPERATURE = 1e-5
 """Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
 
@@ -46,6 +49,8 @@ class SamplingParams:
             before it. None or [] is off. Needs a tokenizer.
         include_stop: the text ends right behind the stop string, the token ids with the token that completes it.
         skip_special_tokens: special tokens have no text. A stop token has none in any case.
+        n: samples of the prompt, in [1, 1024]. The prompt is computed once. Sample 0 uses `seed`, sample i the seed
+            `request.mix_seed(seed, i)`.
     """
 
     temperature: float = 1.0
@@ -60,6 +65,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
+    n: int = 1
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         known = {f.name for f in fields(cls)}
@@ -101,6 +107,7 @@ class SamplingParams:
         if not is_listed(self.stop_token_ids):
             raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
         stop_strings(self.stop)
+        require_int("n", self.n, low=1, high=MAX_SAMPLES)
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

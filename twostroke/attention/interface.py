@@ -72,6 +72,12 @@ class Attention(ABC):
         self.keys = [blocks(layer) for layer in layers]
         self.values = [blocks(layer) for layer in layers]
 
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy block `pairs[i, 0]` to `pairs[i, 1]`, int32 [K, 2], in all layers; see `Plan.block_copies`."""
+        source, target = pairs.long().T
+        for cache in (*self.keys, *self.values):
+            cache.index_copy_(0, target, cache.index_select(0, source))
+
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Store k and v at `step.cache_slots`, then attend.

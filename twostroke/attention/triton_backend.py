@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels.block_copy import BlockCopy
 from ..kernels.cache_write import cache_write
 from ..kernels.paged_decode import (
     DecodeTiles,
@@ -40,6 +41,7 @@ class TritonAttention(Attention):
     ) -> None:
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.max_lanes = max_lanes
+        self._copy = BlockCopy([*self.keys, *self.values])
         capability, self._processors = _device_facts(device)
         self._decode = [decode_tiles(capability, spec.head_dim, dtype) for spec in layers]
         self._prefill = [
@@ -51,6 +53,9 @@ class TritonAttention(Attention):
             for lanes in range(1, max_lanes + 1)
         )
         self._workspace = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        self._copy(pairs)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         group = self.layers[layer].group

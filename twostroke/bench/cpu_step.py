@@ -138,10 +138,10 @@ def _run_loop(case: Case, loop: Any, slots: int, watch: Watch, delivery: Deliver
 
 def _submit(case: Case, inbox: Inbox, delivery: Delivery) -> list[Sample]:
     """Leave the case's requests in the inbox; returns the samples that get rows."""
-    handles = [Handle(Sample(make_request(index)), _Nobody()) for index in range(case.rows + case.waiting)]
+    handles = [Handle([Sample(make_request(index))], _Nobody()) for index in range(case.rows + case.waiting)]
     samples = [handle.sample for handle in handles]
-    for index, handle in enumerate(handles):
-        delivery.register(handle, index)
+    for handle in handles:
+        delivery.register(handle)
 
     def submit(scheduler: Scheduler) -> None:
         for sample in samples:

@@ -82,6 +82,11 @@ class BlockPool:
         self.sharers[shared] += 1
         return np.array([blocks] * len(self._stack), np.int32)
 
+    def share_used(self, blocks: Sequence[int]) -> np.ndarray:
+        """Hand out `blocks` of a running row to one more row that only reads them; int32 [G, n]."""
+        self.sharers[blocks] += 1
+        return np.array([blocks] * len(self._stack), np.int32)
+
     def give(self, blocks: np.ndarray, chain: Sequence[bytes] = ()) -> None:
         """Take back a row's blocks, int32 [G, n], of which the first hold the published `chain`."""
         own, published = blocks[0], len(chain)

@@ -102,7 +102,8 @@ class PrefixCache:
         for digest, block, is_unused in zip(reversed(chain), reversed(blocks), reversed(unused), strict=True):
             known = self._block_of.setdefault(digest, block)
             if known != block:
-                spare.append(block)
+                if is_unused:
+                    spare.append(block)
                 if digest in self._idle:
                     self._idle.move_to_end(digest)
             elif is_unused:

@@ -50,6 +50,7 @@ class SamplingFlags:
         bool,
         sampling_flag("Leave special tokens out of the text.", "--skip-special-tokens/--no-skip-special-tokens"),
     ] = DEFAULTS.skip_special_tokens
+    n: Annotated[int, sampling_flag("Samples of each prompt.", "--n")] = DEFAULTS.n
 
     def params(self) -> SamplingParams:
         """The flags as sampling parameters, checked.

@@ -17,7 +17,7 @@ from .prompts import Job, gather
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..text.handle import Handle
-    from ..text.output import RequestOutput
+    from ..text.output import RequestOutput, SampleOutput
 
 TOKEN_IDS = 'a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]}'
 
@@ -47,7 +47,7 @@ def generate(
 
     with Engine(**engine.arguments()) as running:
         outputs = _answer(running, jobs, _JsonLines() if as_json else _Text(len(jobs) > 1, running.tokenizer is None))
-    if any(output.finish_reason == FinishReason.ERROR for output in outputs):
+    if any(sample.finish_reason == FinishReason.ERROR for output in outputs for sample in output.outputs):
         raise typer.Exit(1)
 
 
@@ -79,15 +79,9 @@ class _JsonLines:
 
     def show(self, index: int, handle: Handle) -> RequestOutput:
         output = handle.result()
-        fields: dict[str, object] = {
-            "index": index,
-            "text": output.text,
-            "token_ids": output.token_ids,
-            "prompt_tokens": len(output.prompt_token_ids),
-            "finish_reason": output.finish_reason,
-        }
-        if output.error is not None:
-            fields["error"] = output.error
+        fields: dict[str, object] = {"index": index, "prompt_tokens": len(output.prompt_token_ids)}
+        samples = [_fields(sample) for sample in output.outputs]
+        fields |= {"outputs": samples} if len(samples) > 1 else samples[0]
         # NOTE: ASCII, since some readers of lines also split at U+0085 or U+2028, which JSON does not escape by itself.
         typer.echo(json.dumps(fields, ensure_ascii=True))
         return output
@@ -96,8 +90,17 @@ class _JsonLines:
         """Nothing but the objects belongs on stdout."""
 
 
+def _fields(sample: SampleOutput) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+    }
+    return fields if sample.error is None else {**fields, "error": sample.error}
+
+
 class _Text:
-    """Prints text as it arrives, each prompt's under its heading if there are several.
+    """Prints text as it arrives, each prompt's under its heading if there are several; several samples at their end.
 
     Args:
         headings: number the prompts.
@@ -111,14 +114,23 @@ class _Text:
     def show(self, index: int, handle: Handle) -> RequestOutput:
         if self.headings:
             typer.echo(f"--- {index + 1} ---")
-        for delta in handle:
-            typer.echo("".join(f"{token} " for token in delta.token_ids) if self.ids else delta.text, nl=False)
-        typer.echo("\n" if self.headings else "")
+        if len(handle.samples) > 1:
+            for sample in handle.result().outputs:
+                typer.echo(f"--- {index + 1}.{sample.index + 1} ---")
+                typer.echo(self._shown(sample.token_ids, sample.text))
+        else:
+            for delta in handle:
+                typer.echo(self._shown(delta.token_ids, delta.text), nl=False)
+            typer.echo("\n" if self.headings else "")
         output = handle.result()
-        if output.error is not None:
-            typer.echo(f"twostroke: prompt {index + 1} ended with an error: {output.error}", err=True)
+        for sample in output.outputs:
+            if sample.error is not None:
+                typer.echo(f"twostroke: prompt {index + 1} ended with an error: {sample.error}", err=True)
         return output
 
+    def _shown(self, ids: list[int], text: str | None) -> str:
+        return "".join(f"{token} " for token in ids) if self.ids else text or ""
+
     def close(self, outputs: list[RequestOutput], seconds: float) -> None:
-        tokens = sum(len(output.token_ids) for output in outputs)
+        tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)

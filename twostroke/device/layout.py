@@ -1,6 +1,7 @@
-"""How a plan lies in a slot's input: a header, then five sections packed one behind the other.
+"""How a plan lies in a slot's input: a header, then six sections packed one behind the other.
 
-Only the words in use are copied, so a steady decode step sends the header alone.
+Only the words in use are copied, so a steady decode step sends the header alone. Block copies come first: where they
+are, the host must know, too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+import torch
 
 from ..plan import ROW_RECORD, Plan, max_shared_blocks
 
@@ -35,17 +37,22 @@ class Header(IntEnum):
 def input_capacity(*, max_rows: int, max_step_tokens: int, max_model_len: int, block_size: int, num_groups: int) -> int:
     """Return the words that the largest plan needs.
 
-    A step can add a block to every lane, to every chunk one more than it fills, and shared blocks to rows that join.
+    A step can add a block to every lane, to every chunk one more than it fills, and to rows that join shared blocks and
+    the copy of one.
     """
     blocks = 2 * max_rows + max_step_tokens // block_size + 1
     block_deltas = num_groups * (blocks + max_shared_blocks(max_step_tokens, max_model_len, block_size))
     lane_deltas = 2 * max_rows
-    return HEADER_WORDS + max_rows * RECORD_WORDS + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
+    sections = max_rows * (2 + RECORD_WORDS) + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
+    return HEADER_WORDS + sections
 
 
 def pack(plan: Plan, words: np.ndarray) -> int:
     """Write `plan` into `words`, int32 [capacity], and return the number of words in use."""
-    at = HEADER_WORDS
+    copies = plan.block_copies
+    at = HEADER_WORDS + copies.size
+    if copies.size:
+        words[HEADER_WORDS:at] = copies.reshape(-1)
     offsets = []
     joins = plan.joins.view(np.int32) if len(plan.joins) else plan.joins
     for section in (joins, plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens):
@@ -68,3 +75,8 @@ def pack(plan: Plan, words: np.ndarray) -> int:
         0,
     )
     return at
+
+
+def block_copies(words: torch.Tensor, count: int) -> torch.Tensor:
+    """The block copies of a packed plan, int32 [count, 2], a view."""
+    return words[HEADER_WORDS : HEADER_WORDS + 2 * count].view(count, 2)

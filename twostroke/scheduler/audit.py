@@ -74,10 +74,13 @@ class Audit:
         assert every == list(range(len(rows.held))), "a row is lost or counted twice"
         assert rows.running == len(running)
         assert sorted(scheduler.batch.row_of.values()) == sorted([*running, *scheduler.batch.draining])
+        assert 0 <= scheduler.forks.promised <= len(rows.free), "more rows promised than free"
         orders = [sample.order for sample in scheduler.waiting]
         assert orders == sorted(orders), "the queue is not in the order of arrival"
+        # Forks could not come earlier: the prompt was not there.
+        heads = [sample.order for sample in scheduler.waiting if not sample.index or sample.timings.admitted]
         going_on = rows.order[rows.launched < rows.limit].max(initial=-1)
-        assert not orders or going_on < orders[0], "a younger sample overtook the queue's head"
+        assert not heads or going_on < heads[0], "a younger sample overtook the queue's head"
 
     def _check_lanes(self) -> None:
         """Lanes are dense, agree with lane_of_row, and hold the running rows that are neither ready nor prefilling."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import ROW_RECORD, Feature, Plan
+from ..plan import NO_COPIES, ROW_RECORD, Feature, Plan
 from ..request import Sample
 from .rows import NO_TOKENS
 
@@ -23,7 +23,7 @@ NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
 
 
 def row_record(row: int, sample: Sample, length: int) -> np.ndarray:
-    """The device's state of a row that joins with `length` positions in shared blocks, `ROW_RECORD` [1].
+    """The device's state of a row that joins whose first `length` positions are computed, `ROW_RECORD` [1].
 
     Values that are checked as Python numbers are brought into the range of the record's types without a change of
     meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
@@ -39,8 +39,8 @@ def row_record(row: int, sample: Sample, length: int) -> np.ndarray:
     record["top_k"] = min(max(params.top_k, 0), INT32_MAX)
     record["top_p"] = max(float(params.top_p), float(FLOAT32.tiny))
     record["min_p"] = params.min_p
-    record["seed_low"] = request.seed & 0xFFFFFFFF
-    record["seed_high"] = request.seed >> 32
+    record["seed_low"] = sample.seed & 0xFFFFFFFF
+    record["seed_high"] = sample.seed >> 32
     record["stop_ids"] = -1
     record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
     return record
@@ -56,6 +56,7 @@ class Draft:
         self._chunks: list[tuple[int, int, int, int]] = []
         self._pieces: list[np.ndarray] = []
         self._block_deltas: list[np.ndarray] = []
+        self._copies: list[tuple[int, int]] = []
 
     def add_join(self, row: int, sample: Sample, length: int) -> None:
         self._joins.append(row_record(row, sample, length))
@@ -67,6 +68,10 @@ class Draft:
 
     def add_blocks(self, deltas: np.ndarray) -> None:
         self._block_deltas.append(deltas)
+
+    def add_copy(self, source: int, target: int) -> None:
+        """Copy block `source` to `target`, in all groups, before the step's tokens."""
+        self._copies.append((source, target))
 
     def add_chunk(self, row: int, start: int, tokens: np.ndarray, *, samples: bool) -> None:
         """Add the chunk of `row` that begins at position `start`; the tokens are copied when the plan is made."""
@@ -85,6 +90,7 @@ class Draft:
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
             features=features,
+            block_copies=_frozen(np.array(self._copies, np.int32)) if self._copies else NO_COPIES,
         )
 
 

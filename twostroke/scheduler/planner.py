@@ -11,6 +11,8 @@ from ..plan import Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
+from .forks import Forks, put_back
+from .prefixes import Start
 
 
 class Planner:
@@ -21,6 +23,7 @@ class Planner:
     Args:
         batch: the samples that have rows.
         waiting: those that have none, in the order in which they get one.
+        forks: which of them begin with the prompt of another.
         max_step_tokens, max_chunk_tokens: see `Scheduler`.
         max_model_len: most tokens of a sample.
 
@@ -32,6 +35,7 @@ class Planner:
         self,
         batch: Batch,
         waiting: OrderedDict[Sample, None],
+        forks: Forks,
         *,
         max_step_tokens: int,
         max_chunk_tokens: int | None,
@@ -40,6 +44,7 @@ class Planner:
         self.batch = batch
         self.rows, self.pool, self.lanes = batch.rows, batch.pool, batch.lanes
         self.waiting = waiting
+        self.forks = forks
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, batch.rows.block_size)
@@ -123,27 +128,37 @@ class Planner:
             sample = next(iter(self.waiting))
             # NOTE: without headroom a preempted sample would be admitted and preempted again at the next block's edge.
             available = self.pool.available - (self.rows.running if sample.preemptions else 0)
-            if sample in self.batch.row_of or available < 1:
+            if sample in self.batch.row_of or available < 1 or not self.forks.has_row(sample):
                 return
-            found = self.batch.prefixes.find(sample)
-            chain = sample.chain[: len(found)]
-            blocks = self.rows.blocks_of(len(sample.tokens))
-            needed = blocks - len(found) + self.pool.cache.count_idle(chain)
-            if available < needed or draft.shared_blocks + len(found) > self.max_shared_blocks:
+            start = self.forks.start(sample) or self.batch.prefixes.find(sample)
+            own = self.rows.blocks_of(len(sample.tokens)) - len(start.blocks)
+            idle = self.pool.cache.count_idle(start.chain) if start.source is None else 0
+            if available < own + idle or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
                 return
             del self.waiting[sample]
-            row = self._join(sample, blocks, len(found), draft)
-            if found:
-                draft.add_shared_blocks(self.rows.extend_blocks(row, self.pool.share(chain, found)), len(found))
-            self.pool.reserve(blocks - len(found))
+            row = self._join(sample, start, own, draft)
+            self.pool.reserve(own)
             self._launch_chunk(row, draft)
+            if start.copied is not None:
+                draft.add_copy(start.copied, int(self.rows.blocks[0, row, len(start.blocks)]))
 
-    def _join(self, sample: Sample, blocks: int, found: int, draft: Draft) -> int:
-        row = self.batch.join(sample, blocks)
-        draft.add_join(row, sample, self.batch.prefixes.begin(row, sample, found))
+    def _join(self, sample: Sample, start: Start, own: int, draft: Draft) -> int:
+        """Give `sample` a row that begins at `start`, and is promised `own` blocks more."""
+        row = self.batch.join(sample, len(start.blocks) + own)
+        self.batch.prefixes.begin(row, sample, start)
+        draft.add_join(row, sample, start.positions)
+        if start.blocks:
+            shared = self._share(start)
+            draft.add_shared_blocks(self.rows.extend_blocks(row, shared), shared.shape[1])
         if sample.timings.admitted is None:
             sample.timings.admitted = time.perf_counter()
+        self.forks.admitted(sample)
         return row
+
+    def _share(self, start: Start) -> np.ndarray:
+        if start.source is None:
+            return self.pool.share(start.chain, start.blocks)
+        return self.pool.share_used(start.blocks)
 
     def _launch_chunk(self, row: int, draft: Draft) -> None:
         """Launch as many of the row's known tokens as the step and the chunk limit have room for."""
@@ -170,6 +185,5 @@ class Planner:
         sample.state = SampleState.WAITING
         sample.preemptions += 1
         self.preemptions += 1
-        self.waiting[sample] = None
-        self.waiting.move_to_end(sample, last=False)
+        put_back(self.waiting, sample)
         self.batch.drain()

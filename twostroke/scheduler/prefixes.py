@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from ..cache.prefix_cache import PrefixCache
@@ -10,6 +13,23 @@ from ..request import Sample
 from .rows import RowTable
 
 _TOKEN = int(Flag.TOKEN)
+
+
+class Start(NamedTuple):
+    """Where a sample that is admitted begins: what it need not compute.
+
+    Attributes:
+        positions: that it has; those in `blocks`, and in `copied`.
+        blocks: full blocks that it shares. chain: their digests.
+        source: the row whose blocks these are; None if the prefix cache knows them.
+        copied: the block that it gets a copy of, which holds the positions behind `blocks`.
+    """
+
+    positions: int
+    blocks: list[int]
+    chain: Sequence[bytes]
+    source: int | None = None
+    copied: int | None = None
 
 
 class Prefixes:
@@ -37,19 +57,21 @@ class Prefixes:
         self._cache = cache
         self._enabled = enabled
 
-    def find(self, sample: Sample) -> list[int]:
-        """The blocks that hold the beginning of a waiting sample's tokens; at least the last token is left out."""
-        return self._cache.find(sample.chain, sample.tokens) if self._enabled else []
+    def find(self, sample: Sample) -> Start:
+        """Where a waiting sample begins with what the cache knows; at least its last token is left out."""
+        blocks = self._cache.find(sample.chain, sample.tokens) if self._enabled else []
+        return Start(len(blocks) * self._rows.block_size, blocks, sample.chain[: len(blocks)])
 
-    def begin(self, row: int, sample: Sample, found: int) -> int:
-        """Let `row`, just admitted, begin after `found` shared blocks; returns the positions in them."""
-        length = found * self._rows.block_size
-        if self._enabled:
-            self._rows.begin_at(row, length)
-            self.hit_tokens += length
+    def begin(self, row: int, sample: Sample, start: Start) -> None:
+        """Let `row`, just admitted, begin at `start`."""
+        if start.source is not None:
+            self._rows.begin_at(row, start.positions, publishes=bool(self._rows.publishes[start.source]))
+            sample.chain[:] = start.chain
+        elif self._enabled:
+            self._rows.begin_at(row, start.positions, publishes=True)
+            self.hit_tokens += start.positions
             if sample.timings.admitted is None:
-                sample.cached_tokens = length
-        return length
+                sample.cached_tokens = start.positions
 
     def publish_prompts(self, rows: np.ndarray, flags: np.ndarray) -> None:
         """Publish the prompts of `rows`, intp [S], which have sampled their first token."""

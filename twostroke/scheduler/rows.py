@@ -58,7 +58,7 @@ class RowTable:
         self.event_at = np.zeros(num_rows, np.int64)
         """The `launched` at which a decoding row reaches its limit or the edge of its last block."""
         self.shared = np.zeros(num_rows, np.int64)
-        """Positions that the row found in the prefix cache."""
+        """Positions that the row found computed."""
         self.publishes = np.zeros(num_rows, bool)
         """The row's blocks may be found by others."""
         self.order = np.full(num_rows, -1, np.int64)
@@ -86,10 +86,10 @@ class RowTable:
         sample.state = SampleState.RUNNING
         return row
 
-    def begin_at(self, row: int, length: int) -> None:
-        """The row finds its first `length` positions, full blocks, computed, and its own may be found by others."""
+    def begin_at(self, row: int, length: int, *, publishes: bool) -> None:
+        """The row finds its first `length` positions computed; `publishes`: its blocks may be found by others."""
         self.launched[row] = self.confirmed[row] = self.shared[row] = length
-        self.publishes[row] = True
+        self.publishes[row] = publishes
 
     def suspend(self, row: int) -> None:
         """The row takes part in no further step."""

@@ -14,6 +14,7 @@ from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .batch import Batch
 from .committed import NOTHING, Committed
+from .forks import Forks, put_back
 from .lanes import Lanes
 from .planner import Planner
 from .prefixes import Prefixes
@@ -74,9 +75,11 @@ class Scheduler:
         self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
         self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes)
         self.waiting: OrderedDict[Sample, None] = OrderedDict()
+        self.forks = Forks(self.batch)
         self._planner = Planner(
             self.batch,
             self.waiting,
+            self.forks,
             max_step_tokens=max_step_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_model_len=max_model_len,
@@ -101,7 +104,8 @@ class Scheduler:
             )
         sample.order = self._arrivals
         self._arrivals += 1
-        self.waiting[sample] = None
+        if not self.forks.submit(sample):
+            self.waiting[sample] = None
 
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
@@ -116,7 +120,8 @@ class Scheduler:
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
-        samples = sorted({**self.batch.row_of, **self.waiting}, key=lambda sample: sample.order)
+        every = {*self.batch.row_of, *self.waiting, *self.forks.pending_samples()}
+        samples = sorted(every, key=lambda sample: sample.order)
         for sample in samples:
             self._end(sample, reason, error)
         return Committed(samples, [], NO_TOKENS)
@@ -148,7 +153,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         pool, steps = self.pool, self.batch.launched_step + 1
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
-        return SchedulerStats(len(self.waiting), self.rows.running, *counts)
+        return SchedulerStats(len(self.waiting) + self.forks.pending, self.rows.running, *counts)
 
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
@@ -180,6 +185,7 @@ class Scheduler:
         if len(sampled) > plan.num_lanes:
             self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
             self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
+            self._release_forks(sampled[plan.num_lanes :])
         finished = self._end_flagged(sampled, output.flags)
         if batch.draining:
             batch.drain()
@@ -187,6 +193,13 @@ class Scheduler:
         if self._audit is not None:
             self._audit.committed(plan)
         return Committed(finished, streamed, tokens)
+
+    def _release_forks(self, rows: np.ndarray) -> None:
+        """The prompts of `rows`, intp [S], are computed: samples that waited for that join the queue."""
+        for sample in self.rows.samples[rows].tolist():
+            if sample is not None:
+                for fork in self.forks.release(sample):
+                    put_back(self.waiting, fork)
 
     def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
@@ -223,6 +236,8 @@ class Scheduler:
         sample.tokens = tokens[: len(tokens) - drop]
         self.batch.leave(sample, drop)
         self.waiting.pop(sample, None)
+        if (heir := self.forks.ended(sample)) is not None:
+            put_back(self.waiting, heir)
         sample.chain.clear()
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         sample.timings.finished = time.perf_counter()

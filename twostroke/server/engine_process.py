@@ -66,7 +66,7 @@ class HostedEngine(Engine):
     def _follow(self, command: ToEngine) -> None:
         match command:
             case Submit(entries):
-                self._loop.submit([self._admit(entry) for entry in entries])
+                self._loop.submit([sample for entry in entries for sample in self._admit(entry)])
             case AskStats():
                 self._life.delivery.answer(Stats(asdict(self.stats())))
             case Cancel(number):
@@ -76,13 +76,14 @@ class HostedEngine(Engine):
             case Finish(number, count):
                 self._tell(number, lambda sample: self._loop.finish(sample, count))
 
-    def _admit(self, entry: Entry) -> Sample:
-        """Make the sample of an entry, which the API process has checked."""
+    def _admit(self, entry: Entry) -> list[Sample]:
+        """Make the samples of an entry, which the API process has checked."""
         prompt = np.frombuffer(entry.prompt, np.int32)
         assert entry.params.seed is not None
         request = Request.create(str(entry.number), prompt, entry.params, entry.params.seed, self.limits)
-        sample = self._samples[entry.number] = Sample(request)
-        return sample
+        samples = [Sample(request, index) for index in range(request.samples)]
+        self._samples |= dict(enumerate(samples, entry.number))
+        return samples
 
     def _tell(self, number: int, command: Callable[[Sample], None]) -> None:
         """Pass on a command about a sample, unless its end is on its way to whoever sent that."""

@@ -105,4 +105,4 @@ class Outbox:
 
 
 def _number(sample: Sample) -> int:
-    return int(sample.request.id)
+    return int(sample.request.id) + sample.index

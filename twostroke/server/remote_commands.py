@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from ..errors import fresh
-from ..request import Sample
+from ..request import Request, Sample
 from .wire import Cancel, Entry, Finish, Message, Stream, Submit, encode
 
 
@@ -30,8 +30,9 @@ class RemoteCommands:
 
     def submit(self, samples: Sequence[Sample]) -> None:
         numbers = [next(self._next_number) for _ in samples]
-        entries = [_entry(number, sample) for number, sample in zip(numbers, samples, strict=True)]
-        for number, sample in zip(numbers, samples, strict=True):
+        numbered = list(zip(numbers, samples, strict=True))
+        entries = [_entry(number, sample.request) for number, sample in numbered if sample.index == 0]
+        for number, sample in numbered:
             self._numbers[sample], self._samples[number] = number, sample
         self.send(Submit(entries))
 
@@ -78,7 +79,6 @@ class RemoteCommands:
                 self._connection.send_bytes(message)
 
 
-def _entry(number: int, sample: Sample) -> Entry:
-    request = sample.request
+def _entry(number: int, request: Request) -> Entry:
     params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens)
     return Entry(number, request.prompt.tobytes(), params)

@@ -19,10 +19,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One sample to run.
+    """One request to run.
 
     Attributes:
-        number: what both processes call the sample; no user ever sees or chooses it.
+        number: what both processes call its first sample; the others have the numbers after that. No user ever sees or
+            chooses them.
         prompt: int32 token ids.
         params: as the user gave them, with the seed and max_tokens that hold.
     """

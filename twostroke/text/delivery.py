@@ -14,7 +14,7 @@ from ..errors import InvalidRequest, shown
 from ..request import FinishReason, Request, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
-from .output import RequestOutput
+from .output import SampleOutput
 from .stop_strings import StopStream
 from .tokenizer import Tokenizer
 
@@ -91,14 +91,14 @@ class Delivery:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._puts = 0
         self._lock = threading.Lock()
-        self._handles: dict[Sample, tuple[Handle, int]] = {}
+        self._handles: dict[Sample, Handle] = {}
         self._ids: set[str] = set()
         self._streams: dict[Sample, _Stream | StopStream] = {}
         self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
         self._thread.start()
 
-    def register(self, handle: Handle, index: int) -> None:
-        """Expect the output of `handle`, which is prompt number `index` of its call.
+    def register(self, handle: Handle) -> None:
+        """Expect the output of `handle`.
 
         Raises:
             InvalidRequest: its id is in use.
@@ -107,11 +107,12 @@ class Delivery:
             if handle.request_id in self._ids:
                 raise InvalidRequest(f"request_id={shown(handle.request_id)} is in use by a request that has not ended")
             self._ids.add(handle.request_id)
-            self._handles[handle.sample] = (handle, index)
+            self._handles.update(dict.fromkeys(handle.samples, handle))
 
     def forget(self, handle: Handle) -> None:
         """Undo `register`: the request did not reach the loop."""
-        self._pop(handle.sample)
+        for sample in handle.samples:
+            self._pop(sample)
 
     def put(self, committed: Committed | None) -> None:
         """Hand over a commit's result; called by the loop."""
@@ -131,7 +132,7 @@ class Delivery:
     def fail(self, error: Exception) -> None:
         """Make every request that has not ended fail with `error`."""
         with self._lock:
-            handles = [handle for handle, _ in self._handles.values()]
+            handles = set(self._handles.values())
             self._handles.clear()
             self._ids.clear()
         for handle in handles:
@@ -140,7 +141,7 @@ class Delivery:
     def end_in_child(self, error: Exception) -> None:
         """Make every request fail in a forked child: the worker, which may hold the locks, is not there."""
         self._lock = threading.Lock()
-        for handle, _ in self._handles.values():
+        for handle in set(self._handles.values()):
             handle.end_in_child(error)
         self._handles.clear()
         self._ids.clear()
@@ -150,12 +151,12 @@ class Delivery:
         self._queue.put(_STOP)
         self._thread.join()
 
-    def _pop(self, sample: Sample) -> tuple[Handle, int] | None:
+    def _pop(self, sample: Sample) -> None:
+        """Expect no more of `sample`; the request's id is free once that is so for all of its samples."""
         with self._lock:
-            entry = self._handles.pop(sample, None)
-            if entry is not None:
+            handle = self._handles.pop(sample, None)
+            if handle is not None and not any(other in self._handles for other in handle.samples):
                 self._ids.discard(sample.request.id)
-            return entry
 
     def _serve(self) -> None:
         try:
@@ -178,22 +179,22 @@ class Delivery:
     def _sweep(self) -> None:
         """Find requests that nobody can wait for any more before they end by themselves."""
         with self._lock:
-            handles = [handle for handle, _ in self._handles.values()]
+            handles = set(self._handles.values())
         for handle in handles:
             handle.cancel_if_deserted()
 
     def _push(self, sample: Sample, ids: list[int]) -> None:
-        entry = self._handles.get(sample)
-        if entry is None:  # it failed with the engine
+        handle = self._handles.get(sample)
+        if handle is None:  # it failed with the engine
             return
         stream = self._streams.get(sample)
         if stream is None:
             stream = self._streams[sample] = self._make_stream(sample)
         if stream.kept is not None:  # what comes until the loop has ended it
             return
-        entry[0].push(*stream.push(ids))
+        handle.push(sample.index, *stream.push(ids))
         if stream.kept is not None:
-            entry[0].stop(stream.kept)
+            handle.stop(sample, stream.kept)
 
     def _make_stream(self, sample: Sample) -> _Stream | StopStream:
         if self._tokenizer and sample.request.stops:
@@ -202,35 +203,31 @@ class Delivery:
 
     def _finish(self, sample: Sample) -> None:
         stream = self._streams.pop(sample, None) or self._make_stream(sample)
-        entry = self._handles.get(sample)
-        if entry is None:
+        handle = self._handles.get(sample)
+        if handle is None:
             return
-        handle, index = entry
         ids = sample.output.tolist()
         # NOTE: at a stop string the stream drops what follows, so here a stop is always that of a stop token.
         spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
         rest, text = stream.finish(spoken)
         if stream.kept is None:
             rest = rest + ids[len(spoken) :]
-        output = self._output(sample, index, stream)
+        output = self._output(sample, stream)
         # NOTE: not before the text is made, so that a failure there reaches this request too; but before anybody can
         # know of its end, since then its id must be free.
         self._pop(sample)
         handle.finish(output, rest, text)
 
-    def _output(self, sample: Sample, index: int, stream: _Stream | StopStream) -> RequestOutput:
+    def _output(self, sample: Sample, stream: _Stream | StopStream) -> SampleOutput:
         assert sample.finish_reason is not None
         stopped = stream.kept is not None
-        return RequestOutput(
-            request_id=sample.request.id,
-            index=index,
-            prompt_token_ids=sample.request.prompt.tolist(),
+        return SampleOutput(
+            index=sample.index,
             token_ids=sample.output[: stream.kept].tolist(),
             text=stream.text,
             finish_reason=FinishReason.STOP if stopped else sample.finish_reason,
             error=None if stopped else sample.error,
-            seed=sample.request.seed,
-            cached_tokens=sample.cached_tokens,
+            seed=sample.seed,
             preemptions=sample.preemptions,
             timings=sample.timings,
         )

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from ..errors import fresh, shown
-from ..request import FinishReason, Sample
-from .output import Delta, RequestOutput
+from ..request import Sample
+from .output import Delta, RequestOutput, SampleOutput
 
 
 class Owner(Protocol):
@@ -42,24 +42,46 @@ class _Waiter:
                 self.loop.call_soon_threadsafe(self.event.set)
 
 
+class _Piece:
+    """The output of a sample that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.text: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.text)
+
+
 class Handle:
     """One request on its way. Safe to use from any thread, and from any asyncio loop.
 
     `result()` and `await handle` give the whole output. `for delta in handle` and `async for delta in handle` give it
     in pieces, one iteration at a time. Who leaves such an iteration early, or is cancelled in an `await`, no longer
     wants the output: the request is cancelled.
+
+    Args:
+        samples: those of the request, in the order of their indices.
+        owner: the engine.
+        place: of the prompt in the call to `generate`.
     """
 
-    def __init__(self, sample: Sample, owner: Owner) -> None:
-        self.sample = sample
+    def __init__(self, samples: Sequence[Sample], owner: Owner, place: int = 0) -> None:
+        self.samples = samples
+        self._place = place
         self._owner = owner
         self._changed = threading.Condition()
         self._waiters: list[_Waiter] = []
-        self._ids: list[int] = []
-        self._text: list[str] = []
+        self._pieces = [_Piece() for _ in samples]
+        self._outputs: list[SampleOutput | None] = [None] * len(samples)
         self._streaming = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
+
+    @property
+    def sample(self) -> Sample:
+        """The first sample."""
+        return self.samples[0]
 
     @property
     def request_id(self) -> str:
@@ -70,10 +92,14 @@ class Handle:
         """True once the request has ended, in whatever way."""
         return self._output is not None or self._error is not None
 
-    def cancel(self) -> None:
-        """End the request; it gets a final output with the tokens so far. Does nothing if it has ended."""
+    def cancel(self, index: int | None = None) -> None:
+        """End the request, or its sample `index`; it gets a final output with the tokens so far.
+
+        Does nothing if it has ended.
+        """
         if not self.done:
-            self._owner.cancel(self.sample)
+            for sample in self.samples if index is None else (self.samples[index],):
+                self._owner.cancel(sample)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the whole output.
@@ -110,38 +136,45 @@ class Handle:
         """Have the output handed over as it comes, rather than when it has ended."""
         if not self._streaming and not self.done:
             self._streaming = True
-            self._owner.stream(self.sample)
+            for sample in self.samples:
+                self._owner.stream(sample)
 
-    def next_delta(self) -> Delta:
-        """Wait for output that was not taken yet, and take it."""
+    def next_delta(self, wanted: Sequence[int] = (0,)) -> Delta:
+        """Wait for output of one of the samples `wanted` that was not taken yet, and take it; the first has priority.
+
+        A sample that has ended, and of which all was taken, gives an empty delta.
+        """
         with self._changed:
-            self._changed.wait_for(self._has_news)
-            return self._take()
+            self._changed.wait_for(lambda: self._has_news(wanted))
+            return self._take(wanted)
 
-    async def next_delta_async(self) -> Delta:
+    async def next_delta_async(self, wanted: Sequence[int] = (0,)) -> Delta:
         """The same without blocking the asyncio loop."""
-        await self._wait_async(self._has_news)
+        await self._wait_async(lambda: self._has_news(wanted))
         with self._changed:
-            return self._take()
+            return self._take(wanted)
 
-    def stop(self, count: int) -> None:
-        """End the request, whose first `count` tokens make its output; called by delivery."""
-        self._owner.finish(self.sample, count)
+    def stop(self, sample: Sample, count: int) -> None:
+        """End a sample, whose first `count` tokens make its output; called by delivery."""
+        self._owner.finish(sample, count)
 
-    def push(self, ids: Sequence[int], text: str) -> None:
-        """Add output that came; called by delivery."""
+    def push(self, index: int, ids: Sequence[int], text: str) -> None:
+        """Add output of sample `index` that came; called by delivery."""
         with self._changed:
-            self._add(ids, text)
+            self._add(index, ids, text)
             # NOTE: who waits for the whole output is not woken for a part of it.
             if self._streaming and (ids or text):
                 self._notify()
 
-    def finish(self, output: RequestOutput, ids: Sequence[int], text: str) -> None:
-        """Set the outcome, with the output that was not pushed yet; called by delivery."""
+    def finish(self, output: SampleOutput, ids: Sequence[int], text: str) -> None:
+        """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
         with self._changed:
-            self._add(ids, text)
-            self._output = output
-            self._notify()
+            self._add(output.index, ids, text)
+            self._outputs[output.index] = output
+            if len(ended := [output for output in self._outputs if output]) == len(self.samples):
+                self._output = self._whole(ended)
+            if self._streaming or self._output:
+                self._notify()
 
     def fail(self, error: Exception) -> None:
         """Make every wait raise `error`, now and later. Does nothing if the request has ended."""
@@ -167,24 +200,29 @@ class Handle:
         assert self._output is not None
         return self._output
 
-    def _add(self, ids: Sequence[int], text: str) -> None:
-        self._ids.extend(ids)
+    def _whole(self, outputs: list[SampleOutput]) -> RequestOutput:
+        """The output of the request, all of whose samples have ended."""
+        request = self.sample.request
+        return RequestOutput(request.id, self._place, request.prompt.tolist(), outputs, self.sample.cached_tokens)
+
+    def _add(self, index: int, ids: Sequence[int], text: str) -> None:
+        piece = self._pieces[index]
+        piece.ids.extend(ids)
         if text:
-            self._text.append(text)
+            piece.text.append(text)
 
-    def _has_news(self) -> bool:
-        return bool(self._ids or self._text) or self.done
+    def _has_news(self, wanted: Sequence[int] = (0,)) -> bool:
+        return self._error is not None or any(self._pieces[index] or self._outputs[index] for index in wanted)
 
-    def _take(self) -> Delta:
-        """Return what has come since the last call; raise what the request failed with."""
-        reason: FinishReason | None = None
-        if not self._ids and not self._text:
-            reason = self._outcome().finish_reason
-        elif self._output is not None:
-            reason = self._output.finish_reason
-        delta = Delta("".join(self._text), self._ids, reason)
-        self._ids, self._text = [], []
-        return delta
+    def _take(self, wanted: Sequence[int]) -> Delta:
+        """Return what has come of a sample since the last call; raise what the request failed with."""
+        index = next((index for index in wanted if self._pieces[index] or self._outputs[index]), None)
+        if index is None:
+            assert self._error is not None
+            raise fresh(self._error)
+        piece, self._pieces[index] = self._pieces[index], _Piece()
+        output = self._outputs[index]
+        return Delta("".join(piece.text), piece.ids, output.finish_reason if output else None, index)
 
     def _notify(self) -> None:
         """Wake every waiter."""
@@ -224,7 +262,7 @@ class Deltas:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        self._ended = False
+        self._wanted = list(range(len(handle.samples)))
 
     def __iter__(self) -> Deltas:
         return self
@@ -233,22 +271,25 @@ class Deltas:
         return self
 
     def __next__(self) -> Delta:
-        if self._ended:
+        if not self._wanted:
             raise StopIteration
         try:
-            return self._passed_on(self._handle.next_delta())
+            return self._passed_on(self._handle.next_delta(self._wanted))
         except BaseException:
             self._handle.cancel()
             raise
 
     async def __anext__(self) -> Delta:
-        if self._ended:
+        if not self._wanted:
             raise StopAsyncIteration
-        return self._passed_on(await self._handle.next_delta_async())
+        return self._passed_on(await self._handle.next_delta_async(self._wanted))
 
     def __del__(self) -> None:
         self._handle.cancel()
 
     def _passed_on(self, delta: Delta) -> Delta:
-        self._ended = delta.finish_reason is not None
+        """Let the other samples have their turn before this one, or strike it off if it has ended."""
+        self._wanted.remove(delta.index)
+        if delta.finish_reason is None:
+            self._wanted.append(delta.index)
         return delta

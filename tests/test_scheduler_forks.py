@@ -1,0 +1,130 @@
+"""Forks on a paper device: what they share, what is copied for them, and who waits for whom."""
+
+import numpy as np
+from paper_device import Workshop
+from workshops import every_depth, finish
+
+from twostroke.request import FinishReason, SampleState
+
+
+def prompt_positions(shop):
+    return sum(len(plan.prompt_tokens) for plan in shop.plans)
+
+
+def copies(shop):
+    return np.concatenate([plan.block_copies for plan in shop.plans])
+
+
+@every_depth
+def test_forks_share_full_blocks_and_get_a_copy_of_the_last(depth):
+    """18 tokens in blocks of 8: two full ones are shared, the third is copied, and the last token computed again."""
+    shop = Workshop(depth=depth, prefix_cache=False, num_groups=2, block_size=8)
+    shop.submit(18, 8, n=4)
+    while len(shop.scheduler.batch.row_of) < 4:
+        shop.turn()
+    assert shop.scheduler.pool.sharers.sum() == 2 * 3
+    assert shop.scheduler.stats().free_blocks == 256 - 2 - 4
+    finish(shop)
+    assert prompt_positions(shop) == 18 + 3
+    assert copies(shop).shape == (3, 2)
+    assert len(set(copies(shop)[:, 0].tolist())) == 1
+    assert shop.scheduler.stats().preemptions == 0
+
+
+@every_depth
+def test_nothing_is_copied_where_the_last_token_begins_a_block(depth):
+    for length in (1, 9):
+        shop = Workshop(depth=depth, prefix_cache=False)
+        shop.submit(length, 8, n=3)
+        finish(shop)
+        assert not len(copies(shop))
+        assert prompt_positions(shop) == length + 2
+
+
+@every_depth
+def test_a_whole_last_block_is_copied_too(depth):
+    """Its last token is computed again, and nobody writes a shared block."""
+    shop = Workshop(depth=depth, prefix_cache=False)
+    shop.submit(8, 8, n=3)
+    finish(shop)
+    assert len(copies(shop)) == 2
+    assert prompt_positions(shop) == 8 + 2
+
+
+@every_depth
+def test_rows_are_kept_for_forks(depth):
+    """Requests behind it do not take them while the prompt is computed."""
+    shop = Workshop(depth=depth, max_rows=4, max_chunk_tokens=2)
+    shop.submit(10, 20, n=3)
+    others = [shop.submit(3, 20) for _ in range(3)]
+    while shop.scheduler.forks.pending:
+        shop.turn()
+    shop.turn()
+    running = [sample.state is SampleState.RUNNING for sample in shop.samples]
+    assert running == [True, True, True, True, False, False]
+    assert others[0].order > shop.samples[2].order
+    finish(shop)
+
+
+@every_depth
+def test_a_request_wider_than_the_batch(depth):
+    shop = Workshop(depth=depth, max_rows=3)
+    shop.submit(10, 6, n=9)
+    shop.submit(5, 6)
+    finish(shop)
+
+
+@every_depth
+def test_if_the_first_sample_is_cancelled_the_next_computes_the_prompt(depth):
+    for turns in range(5):
+        shop = Workshop(depth=depth, max_chunk_tokens=4, prefix_cache=False)
+        first = shop.submit(12, 6, n=3)
+        for _ in range(turns):
+            shop.turn()
+        shop.cancel(first)
+        finish(shop)
+        reasons = [sample.finish_reason for sample in shop.samples]
+        assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH, FinishReason.LENGTH]
+
+
+@every_depth
+def test_a_sample_that_waits_for_the_prompt_can_be_cancelled(depth):
+    shop = Workshop(depth=depth, max_chunk_tokens=4)
+    shop.submit(12, 6, n=3)
+    shop.turn()
+    assert shop.scheduler.stats().waiting == 2
+    shop.cancel(shop.samples[1])
+    assert shop.scheduler.stats().waiting == 1
+    assert shop.scheduler.forks.promised == 1
+    finish(shop)
+
+
+@every_depth
+def test_bad_logits_of_the_first_sample_hurt_no_other(depth):
+    shop = Workshop(depth=depth)
+    first = shop.submit(10, 6, n=3, nan_at=0)
+    for fork in shop.samples[1:]:
+        del shop.device.nan_at[fork.seed]
+    finish(shop)
+    assert first.finish_reason is FinishReason.ERROR
+
+
+@every_depth
+def test_f18_forks_and_others_are_preempted_and_come_back(depth):
+    shop = Workshop(depth=depth, block_size=2, usable_blocks=14, max_rows=6)
+    for _ in range(3):
+        shop.submit(7, 9, n=3, stop_token_ids=range(5))
+    finish(shop)
+    assert shop.scheduler.stats().preemptions > 0
+    assert sum(sample.preemptions for sample in shop.samples if sample.index) > 0
+
+
+@every_depth
+def test_abandon_reports_every_sample_once(depth):
+    shop = Workshop(depth=depth, max_rows=2)
+    shop.submit(10, 6, n=4)
+    shop.submit(10, 6, n=4)
+    shop.turn()
+    assert shop.scheduler.abandon().finished == shop.samples
+    assert not shop.scheduler.forks.pending
+    assert not shop.scheduler.forks.promised
