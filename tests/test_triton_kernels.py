@@ -13,14 +13,6 @@ pytest.importorskip("triton")
 
 from twostroke.kernels import activation, norm, rotary
 from twostroke.kernels.cache_write import cache_write
-from twostroke.kernels.paged_decode import (
-    MAX_SPLITS,
-    DecodeTiles,
-    decode_attention,
-    decode_splits,
-    decode_tiles,
-    workspace_size,
-)
 from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
 
 # The interpreter of triton 3.6 relies on what numpy 2.3 announces to drop.
@@ -106,25 +98,6 @@ SHAPES = [(1, 64, 16, 5), (3, 80, 4, 0), (3, 80, 4, 5), (4, 128, 16, 0)]
 
 
 @pytest.mark.parametrize(("group", "head_dim", "block_size", "window"), SHAPES)
-@pytest.mark.parametrize(("splits", "min_share"), [(2, 4), (4, 1)])
-def test_decode(group, head_dim, block_size, window, splits, min_share):
-    spec = LayerSpec(2 * group, 2, head_dim, head_dim**-0.5, window, group=1)
-    case, num_blocks = make_case(
-        spec, lengths=[1, 15, 16, 0, 17, 0, 75], chunks=[], block_size=block_size, device=DEVICE
-    )
-    keys, values = filled_cache(spec, case, num_blocks, block_size)
-    out = torch.full((7, spec.heads, head_dim), NAN, device=DEVICE)
-    decode_attention(
-        case.q, keys, values, case.step.block_tables[1], case.step.lane_rows, case.step.lane_lengths, out,
-        torch.full((workspace_size(7, spec.heads, head_dim, splits),), NAN, device=DEVICE),
-        scale=spec.scale, window=window, splits=splits, tiles=DecodeTiles(16, 4, 2, 4, 2, min_share),
-    )  # fmt: skip
-    dead = case.step.lane_lengths == 0
-    assert torch.equal(out[dead], torch.zeros_like(out[dead]))
-    close(out[~dead], case.answer[~dead].float().cpu())
-
-
-@pytest.mark.parametrize(("group", "head_dim", "block_size", "window"), SHAPES)
 def test_prefill(group, head_dim, block_size, window):
     spec = LayerSpec(2 * group, 2, head_dim, head_dim**-0.5, window, group=1)
     chunks = [(0, 1), (19, 17), (0, 3), (5, 0), (16, 16)]
@@ -165,20 +138,10 @@ def test_padding_alone_gives_zeros():
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_splits_fill_the_processors_and_are_powers_of_two():
-    tiles = decode_tiles((9, 0), 128, torch.bfloat16)
-    for lanes in (1, 2, 3, 8, 31, 32, 256, 1024):
-        splits = decode_splits(lanes, 8, 132, tiles)
-        assert splits.bit_count() == 1
-        assert tiles.min_splits <= splits <= MAX_SPLITS
-        assert splits in (MAX_SPLITS, tiles.min_splits) or 2 * 132 <= lanes * 8 * splits <= 8 * 132
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_hold_a_group_and_suit_the_matrix_units(capability, dtype):
     for head_dim in (64, 80, 128, 256):
-        assert decode_tiles(capability, head_dim, dtype).positions >= 16
         for group in (1, 3, 4, 32, 71):
             tiles = prefill_tiles(capability, group, head_dim, dtype)
             assert tiles.queries >= group

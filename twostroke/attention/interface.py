@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import ops
+from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
 
 
@@ -35,22 +36,6 @@ class LayerSpec(NamedTuple):
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block's K and V in this layer."""
         return 2 * self.kv_heads * block_size * self.head_dim * dtype.itemsize
-
-
-class Rotary(NamedTuple):
-    """How queries and keys are changed before attention.
-
-    Attributes:
-        cos, sin: float32 [T, head_dim / 2], of the step's positions.
-        q_norm, k_norm: [head_dim] weights of a norm of each head, before the rotation; None for no norm.
-        eps: of these norms.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
 
 
 class Attention(ABC):

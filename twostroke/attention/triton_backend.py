@@ -6,24 +6,20 @@ import torch
 
 from ..kernels.block_copy import BlockCopy
 from ..kernels.cache_write import cache_write
-from ..kernels.paged_decode import (
-    DecodeTiles,
-    decode_attention,
-    decode_splits,
-    decode_tiles,
-    workspace_size,
-)
+from ..kernels.decode_schedule import DecodeSchedule, make_schedule
+from ..kernels.ops import Rotary
+from ..kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
-from .interface import Attention, LayerSpec, Rotary
+from .interface import Attention, LayerSpec
 
 
 class TritonAttention(Attention):
     """Lanes go through the split-KV kernel, prompt chunks through the tiled one, both into one output.
 
-    The workspace of the splits is allocated here, once: layers and graphs run one after the other on the compute
-    stream and share it.
+    Layers of one kind share the schedule of a step, which its first layer writes. Schedules and workspace are
+    allocated here, once: layers and graphs run one after the other on the compute stream and share them.
 
     Args:
         max_lanes: most lanes that a step may have, padding included.
@@ -42,55 +38,93 @@ class TritonAttention(Attention):
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.max_lanes = max_lanes
         self._copy = BlockCopy([*self.keys, *self.values])
-        capability, self._processors = _device_facts(device)
+        capability, processors = _device_facts(device)
+        # Programmatic dependent launch; see `decode_attention`.
+        self._early = device.type == "cuda" and capability >= (9, 0)
         self._decode = [decode_tiles(capability, spec.head_dim, dtype) for spec in layers]
         self._prefill = [
             prefill_tiles(capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
         ]
-        needed = (
-            workspace_size(lanes, spec.heads, spec.head_dim, self._splits(lanes, spec, tiles))
-            for spec, tiles in set(zip(layers, self._decode, strict=True))
-            for lanes in range(1, max_lanes + 1)
-        )
-        self._workspace = torch.empty(max(needed, default=0), dtype=torch.float32, device=device)
+        extra = [
+            extra_programs(spec.kv_heads, processors, tiles) for spec, tiles in zip(layers, self._decode, strict=True)
+        ]
+        self._kinds = [
+            (spec.window, count, tiles) for spec, count, tiles in zip(layers, extra, self._decode, strict=True)
+        ]
+        self._schedules = {
+            kind: DecodeSchedule.empty(max_lanes, count, device) for kind, count in zip(self._kinds, extra, strict=True)
+        }
+        results = max((2 * count * spec.heads for spec, count in zip(layers, extra, strict=True)), default=0)
+        self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
+        self._step: StepInputs | None = None
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        group = self.layers[layer].group
-        cache_write(k, v, self.keys[layer], self.values[layer], step.cache_slots[group])
-        return self._attend(layer, q, step)
+        return self._attend(layer, q, k, v, None, step)
 
     def forward_rotary(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, step: StepInputs
     ) -> torch.Tensor:
-        group = self.layers[layer].group
-        rotate_and_write(q, k, v, *rotary, self.keys[layer], self.values[layer], step.cache_slots[group])
-        return self._attend(layer, q, step)
+        return self._attend(layer, q, k, v, rotary, step)
 
-    def _attend(self, layer: int, q: torch.Tensor, step: StepInputs) -> torch.Tensor:
-        """Attention over the cache, which holds the step's keys and values already."""
-        if step.num_lanes > self.max_lanes:
-            raise ValueError(f"a step of {step.num_lanes} lanes: the workspace was made for max_lanes={self.max_lanes}")
-        spec, keys, values = self.layers[layer], self.keys[layer], self.values[layer]
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None, step: StepInputs
+    ) -> torch.Tensor:
+        # NOTE: layer 0 always starts anew: a slot may hand over the same step with new contents in its tensors.
+        starts = layer == 0 or step is not self._step
+        if starts:
+            self._start(step)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        table, lanes = step.block_tables[spec.group], step.num_lanes
+        lanes = step.num_lanes
         if lanes:
-            tiles = self._decode[layer]
+            spec = self.layers[layer]
             decode_attention(
-                q, keys, values, table, step.lane_rows, step.lane_lengths, out, self._workspace,
-                scale=spec.scale, window=spec.window, splits=self._splits(lanes, spec, tiles), tiles=tiles,
+                q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
+                step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[self._kinds[layer]], out,
+                self._workspace, scale=spec.scale, tiles=self._decode[layer], early=self._early and not starts,
             )  # fmt: skip
         if q.shape[0] > lanes:
-            prefill_attention(
-                q[lanes:], keys, values, table, step.chunk_rows, step.chunk_starts, step.chunk_offsets, out[lanes:],
-                scale=spec.scale, window=spec.window, tiles=self._prefill[layer],
-            )  # fmt: skip
+            self._attend_chunks(layer, q[lanes:], k[lanes:], v[lanes:], rotary, step, out[lanes:])
         return out
 
-    def _splits(self, lanes: int, spec: LayerSpec, tiles: DecodeTiles) -> int:
-        return decode_splits(lanes, spec.kv_heads, self._processors, tiles)
+    def _start(self, step: StepInputs) -> None:
+        """Write the schedules of a step."""
+        lanes = step.num_lanes
+        if lanes > self.max_lanes:
+            raise ValueError(f"a step of {lanes} lanes: the schedules were made for max_lanes={self.max_lanes}")
+        self._step = step
+        if lanes:
+            for (window, _, tiles), schedule in self._schedules.items():
+                make_schedule(
+                    schedule, step.lane_rows, step.lane_lengths,
+                    window=window, tile=tiles.positions, min_share=tiles.min_share,
+                )  # fmt: skip
+
+    def _attend_chunks(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None,
+        step: StepInputs,
+        out: torch.Tensor,
+    ) -> None:
+        """Store the keys and values of the tokens behind the lanes, and attend with their queries."""
+        spec, keys, values = self.layers[layer], self.keys[layer], self.values[layer]
+        lanes = step.num_lanes
+        slots = step.cache_slots[spec.group, lanes:]
+        if rotary is None:
+            cache_write(k, v, keys, values, slots)
+        else:
+            rotary = rotary._replace(cos=rotary.cos[lanes:], sin=rotary.sin[lanes:])
+            rotate_and_write(q, k, v, *rotary, keys, values, slots)
+        prefill_attention(
+            q, keys, values, step.block_tables[spec.group], step.chunk_rows, step.chunk_starts, step.chunk_offsets, out,
+            scale=spec.scale, window=spec.window, tiles=self._prefill[layer],
+        )  # fmt: skip
 
 
 def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:

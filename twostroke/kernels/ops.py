@@ -6,8 +6,26 @@ the weight, and the gate is rounded before it multiplies. The rotation alone sta
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F  # noqa: N812
+
+
+class Rotary(NamedTuple):
+    """How queries and keys are changed before attention.
+
+    Attributes:
+        cos, sin: float32 [T, head_dim / 2], of the step's positions.
+        q_norm, k_norm: [head_dim] weights of a norm of each head, before the rotation; None for no norm.
+        eps: of these norms.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

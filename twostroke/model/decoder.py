@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..attention.interface import Attention, Rotary
+from ..attention.interface import Attention
 from ..kernels import ops
+from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
 from .config import DecoderConfig
 from .linear import Linear

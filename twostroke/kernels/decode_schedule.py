@@ -1,0 +1,134 @@
+"""The schedule of decode attention: which program takes which share of which lane.
+
+Work is shared out by tokens. One small kernel, once a step, reads the lengths of the whole batch and cuts lanes into
+shares of about equal size: a long lane among short ones gets many programs, lanes that fill the GPU by themselves get
+one each and leave no partial results. The number of programs is fixed by shapes, so one captured graph serves all
+lengths.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+RECORD = 8
+"""int32 words of a record, so that it lies in one sector of the GPU's memory."""
+
+ROW, LANE, BEGIN, END, SPLIT, SPLITS = range(6)
+"""Words of a program's record: it reads the positions [BEGIN, END) of a lane's past, as number SPLIT of its SPLITS
+programs; the last of them has the newest position too. A dead lane has 0 splits, and one program."""
+
+_RECORD = tl.constexpr(RECORD)
+_ROW, _LANE, _BEGIN, _END = tl.constexpr(ROW), tl.constexpr(LANE), tl.constexpr(BEGIN), tl.constexpr(END)
+_SPLIT, _SPLITS = tl.constexpr(SPLIT), tl.constexpr(SPLITS)
+
+
+class DecodeSchedule(NamedTuple):
+    """What each program of a step's decode attention does, for the layers of one kind.
+
+    Attributes:
+        words: int32 [1 + max_lanes + extra, RECORD]. The first word counts the records in use, which begin at line 1.
+            Longest lanes come first, so that the last programs to start are short ones, and the records of lanes
+            with several programs are the first 2 * extra at most.
+        extra: programs beside one per lane.
+    """
+
+    words: torch.Tensor
+    extra: int
+
+    @classmethod
+    def empty(cls, max_lanes: int, extra: int, device: torch.device) -> DecodeSchedule:
+        """Return memory for steps of up to `max_lanes` lanes."""
+        return cls(torch.empty(1 + max_lanes + extra, RECORD, dtype=torch.int32, device=device), extra)
+
+
+@triton.jit
+def _cut(length, share, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Return (first visible position, tiles before the newest position, tiles of a program, programs) of lanes."""
+    past = tl.maximum(length - 1, 0)
+    first = past * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    tiles = tl.cdiv(past - first, TILE)
+    # Rounded to the nearest, since a share a little too large is better than one program more with a short rest.
+    wanted = tl.maximum((tiles + share // 2) // share, 1)
+    part = tl.maximum(tl.cdiv(tiles, wanted), 1)
+    return first, tiles, part, tl.maximum(tl.cdiv(tiles, part), 1)
+
+
+@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["lane_rows_ptr", "lane_lengths_ptr"])
+def schedule_kernel(
+    lane_rows_ptr,
+    lane_lengths_ptr,
+    words_ptr,
+    lanes,
+    EXTRA: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
+    LANES_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program writes the records of `BLOCK` lanes; each reads the lengths of all."""
+    other = tl.arange(0, LANES_PAD)
+    lengths = tl.load(lane_lengths_ptr + other, mask=other < lanes, other=0)
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < lanes
+    length = tl.load(lane_lengths_ptr + lane, mask=inside, other=0)
+    row = tl.load(lane_rows_ptr + lane, mask=inside, other=0)
+
+    _, all_tiles, _, _ = _cut(lengths, 1, WINDOW, TILE)
+    share = tl.maximum(tl.cdiv(tl.sum(all_tiles, 0), EXTRA), MIN_SHARE)
+    _, _, _, all_splits = _cut(lengths, share, WINDOW, TILE)
+    all_splits = tl.where(other < lanes, all_splits, 0)
+    first, tiles, part, splits = _cut(length, share, WINDOW, TILE)
+    longer = all_tiles[None, :] > tiles[:, None]
+    as_long = (all_tiles[None, :] == tiles[:, None]) & (other[None, :] < lane[:, None])
+    place = tl.sum(tl.where(longer | as_long, all_splits[None, :], 0), 1)
+    if tl.program_id(0) == 0:
+        tl.store(words_ptr, tl.sum(all_splits, 0))
+    past = tl.maximum(length - 1, 0)
+    splits = tl.where(inside, splits, 0)
+    for split in range(tl.max(splits, 0)):
+        record = words_ptr + (1 + place + split) * _RECORD
+        ok = split < splits
+        begin = first + split * part * TILE
+        tl.store(record + _ROW, row, mask=ok)
+        tl.store(record + _LANE, lane, mask=ok)
+        tl.store(record + _BEGIN, begin, mask=ok)
+        tl.store(record + _END, tl.minimum(begin + part * TILE, past), mask=ok)
+        tl.store(record + _SPLIT, split, mask=ok)
+        tl.store(record + _SPLITS, tl.where(length > 0, splits, 0), mask=ok)
+
+
+def make_schedule(
+    schedule: DecodeSchedule,
+    lane_rows: torch.Tensor,
+    lane_lengths: torch.Tensor,
+    *,
+    window: int,
+    tile: int,
+    min_share: int,
+) -> None:
+    """Write the schedule of a step.
+
+    Args:
+        schedule: its words are overwritten.
+        lane_rows: int32 [L].
+        lane_lengths: int32 [L], positions that each lane sees, the newest included; 0 for a dead lane.
+        window: newest positions that are visible; 0 is all.
+        tile: positions of a tile.
+        min_share: tiles of a program at the least, where a lane has several.
+    """
+    lanes = lane_rows.shape[0]
+    pad = triton.next_power_of_2(lanes)
+    block = max(1, min(pad, 8192 // pad))
+    schedule_kernel[(triton.cdiv(lanes, block),)](
+        lane_rows, lane_lengths, schedule.words, lanes,
+        EXTRA=schedule.extra, WINDOW=window, TILE=tile, MIN_SHARE=min_share, LANES_PAD=pad, BLOCK=block,
+    )  # fmt: skip
