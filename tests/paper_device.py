@@ -8,7 +8,9 @@ import numpy as np
 from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
 from twostroke.request import FinishReason, Limits, Request, Sample, SampleState
 from twostroke.sampling_params import SamplingParams
-from twostroke.scheduler.scheduler import Committed, Scheduler
+from twostroke.scheduler.policy import Policy
+from twostroke.scheduler.scheduler import FIRST_COME, Committed, Scheduler
+from twostroke.scheduler.step_costs import StepCosts
 
 VOCAB = 97
 
@@ -179,6 +181,8 @@ class Workshop:
         num_groups: int = 1,
         max_chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        policy: Policy = FIRST_COME,
+        costs: StepCosts | None = None,
     ) -> None:
         self.depth = depth
         self.scheduler = Scheduler(
@@ -190,6 +194,8 @@ class Workshop:
             num_groups=num_groups,
             max_chunk_tokens=max_chunk_tokens,
             prefix_cache=prefix_cache,
+            policy=policy,
+            costs=costs,
             debug=True,
         )
         self.device = PaperDevice(
@@ -199,7 +205,7 @@ class Workshop:
             num_blocks=usable_blocks + 1,
             num_groups=num_groups,
         )
-        self.limits = Limits(VOCAB, max_model_len, block_size, usable_blocks)
+        self.limits = Limits(VOCAB, max_model_len, block_size, usable_blocks, priorities=True)
         self.num_rows = min(max_rows, max_step_tokens)
         self.in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self.plans: list[Plan] = []
@@ -207,6 +213,7 @@ class Workshop:
         self.finals: list[Sample] = []
         self.streams: dict[Sample, list[int]] = {}
         self.cuts: dict[Sample, int] = {}
+        self.expired: set[Sample] = set()
         self._user_of_row: dict[int, Sample] = {}
         self._row_of: dict[Sample, int] = {}
         self._owners: dict[tuple[int, int], set[Sample]] = {}
@@ -215,8 +222,10 @@ class Workshop:
 
     # -- Commands
 
-    def submit(self, prompt: int | list[int], max_tokens: int, *, nan_at: int | None = None, **params) -> Sample:
-        """Submit a prompt of its own, of so many tokens, or a given one."""
+    def submit(
+        self, prompt: int | list[int], max_tokens: int, *, nan_at: int | None = None, at: float = 0.0, **params
+    ) -> Sample:
+        """Submit a prompt of its own, of so many tokens, or a given one, at a moment that policies see."""
         seed = (len(self.samples) + 1) << 29  # both words of the seed are used
         if isinstance(prompt, int):
             prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt)]
@@ -224,6 +233,7 @@ class Workshop:
         request = Request.create(str(len(self.samples)), prompt, params, 0, self.limits)
         samples = [Sample(request, index) for index in range(request.samples)]
         for sample in samples:
+            sample.timings.submitted = at
             if nan_at is not None:
                 self.device.nan_at[sample.seed] = nan_at
             self.scheduler.submit(sample)
@@ -233,6 +243,13 @@ class Workshop:
     def cancel(self, sample: Sample) -> Committed:
         before = self._running_rows()
         return self._take(self.scheduler.cancel(sample), before)
+
+    def expire(self, sample: Sample) -> Committed:
+        before = self._running_rows()
+        committed = self._take(self.scheduler.expire(sample), before)
+        if committed.finished:
+            self.expired.add(sample)
+        return committed
 
     def known_outputs(self, sample: Sample) -> int:
         return len(self.scheduler.batch.known_tokens(sample)) - sample.prompt_len
@@ -367,6 +384,8 @@ class Workshop:
         if sample in self.cuts:
             assert (output, sample.finish_reason) == (expected[: self.cuts[sample]], FinishReason.STOP)
             assert len(output) == self.cuts[sample]
+        elif sample in self.expired:
+            assert (output, sample.finish_reason, sample.timings.admitted) == ([], FinishReason.ERROR, None)
         elif sample.finish_reason is FinishReason.CANCELLED:
             assert output == expected[: len(output)]
         else:

@@ -9,6 +9,7 @@ import torch
 
 from twostroke import Engine, InvalidConfig, SamplingParams
 from twostroke.model.presets import PRESETS
+from twostroke.scheduler.step_costs import LEAST_TOKENS
 
 PROMPTS = [[5 + row] * (3 + 7 * row) for row in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -36,6 +37,10 @@ BAD = {
     "graphs": [1, None, "yes"],
     "compile": [1, None, "yes", True],
     "prefix_cache": [1, None, "yes"],
+    "policy": ["lifo", None, 3],
+    "patience": [0, -1, float("nan"), float("inf"), "10", True, 5],
+    "max_waiting": [0, -1, 1.5, "4"],
+    "max_prompt_ms": [0, -1.5, float("nan"), float("inf"), "10", True],
     "seed": [-1, 2**64, 1.5, "0"],
 }
 
@@ -117,6 +122,14 @@ def test_max_chunk_tokens(plain):
     watched = Watched(max_chunk_tokens=4)
     assert max(chunk[2] for plan in watched.plans for chunk in plan.chunks) == 4
     assert max(chunk[2] for plan in plain.plans for chunk in plan.chunks) == 38
+    assert watched.tokens == plain.tokens
+
+
+def test_max_prompt_ms(plain):
+    """No time at all beside others: the least chunks, once others decode; before that, all that a step holds."""
+    watched = Watched(max_prompt_ms=1e-6, max_step_tokens=32)
+    beside = [len(plan.prompt_tokens) for plan in watched.plans if plan.num_lanes and len(plan.chunks)]
+    assert beside.count(LEAST_TOKENS) > len(beside) // 2 > 2
     assert watched.tokens == plain.tokens
 
 

@@ -10,12 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from paper_device import Workshop
 
 from twostroke.request import FinishReason, SampleState
+from twostroke.scheduler.policy import make_policy
+from twostroke.scheduler.step_costs import StepCosts
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.shop = None
+        self.now = 0.0
 
     @initialize(
         depth=st.integers(1, 3),
@@ -26,9 +29,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         usable_blocks=st.integers(2, 12),
         num_groups=st.integers(1, 2),
         prefix_cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "shortest"]),
+        bounded=st.booleans(),
     )
-    def open(self, **config):
-        self.shop = Workshop(max_model_len=32, **config)
+    def open(self, policy, bounded, **config):
+        costs = StepCosts(limit=5.0) if bounded else None
+        self.shop = Workshop(max_model_len=32, policy=make_policy(policy, 10.0), costs=costs, **config)
 
     @rule(
         length=st.integers(1, 12),
@@ -40,8 +46,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         nan_at=st.none() | st.integers(0, 6),
         streamed=st.booleans(),
         n=st.integers(1, 4),
+        priority=st.integers(-2, 2),
+        later=st.integers(0, 5),
     )
-    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed, n):
+    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed, n, priority, later):
         """A prompt of its own, one of a family with the same beginning, or the next turn of an earlier sample."""
         limits = self.shop.limits
         longest = min(limits.cache_positions, limits.max_model_len - 1)
@@ -52,9 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt = [*self.shop.samples[turn_of % len(self.shop.samples)].tokens.tolist(), *range(length)][:longest]
             length = len(prompt)
         output = min(output, limits.cache_positions + 1 - length, limits.max_model_len - length)
-        sample = self.shop.submit(
-            prompt, output, nan_at=nan_at, stop_token_ids=range(stops), min_tokens=min(min_tokens, output), n=n
-        )
+        self.now += later
+        params = dict(stop_token_ids=range(stops), min_tokens=min(min_tokens, output), n=n, priority=priority)
+        sample = self.shop.submit(prompt, output, nan_at=nan_at, at=self.now, **params)
         if streamed:
             self.shop.stream(sample)
 
@@ -65,6 +73,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         ended = sample.state is SampleState.FINISHED
         assert self.shop.cancel(sample).finished == ([] if ended else [sample])
         assert ended or sample.finish_reason is FinishReason.CANCELLED
+
+    @precondition(lambda self: self.shop.samples)
+    @rule(which=st.integers(0, 30))
+    def expire(self, which):
+        sample = self.shop.samples[which % len(self.shop.samples)]
+        begun = sample.state is SampleState.FINISHED or sample.timings.admitted is not None
+        assert self.shop.expire(sample).finished == ([] if begun else [sample])
+
+    @rule(lanes=st.integers(0, 5), prompt_tokens=st.integers(0, 12), seconds=st.floats(0, 9))
+    def observe(self, lanes, prompt_tokens, seconds):
+        self.shop.scheduler.observe(lanes, prompt_tokens, seconds)
 
     @precondition(lambda self: self.shop.samples)
     @rule(which=st.integers(0, 30), dropped=st.integers(0, 4))

@@ -16,7 +16,7 @@ import pytest
 from scripted import save_small
 from watching import PATIENCE, wait_until
 
-from twostroke import Delta, Engine, EngineClosed, EngineDead, InvalidConfig, SamplingParams
+from twostroke import Delta, Engine, EngineClosed, EngineDead, InvalidConfig, QueueFull, SamplingParams
 from twostroke.server import engine_process
 from twostroke.server.remote_engine import RemoteEngine
 
@@ -248,3 +248,24 @@ def test_signals_that_reach_all_processes_are_left_to_the_parent():
             os.kill(engine.pid, name)
         assert handle.result(PATIENCE).finish_reason == "length"
         assert list(handle) == [Delta("", handle.result().token_ids, "length")]
+
+
+def test_the_queue_s_limit_and_time_out_hold_across_the_processes():
+    """Who runs in the other process waits no longer here, though nothing was sent of its tokens yet."""
+    with RemoteEngine(arguments(max_rows=1, max_waiting=2)) as small:
+        runs = small.submit(PROMPT, greedy(TOO_LONG))
+        wait_until(lambda: small._commands.begun == 1)
+        waits = [small.submit(PROMPT, greedy()) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            small.submit(PROMPT, greedy())
+        late = waits[1]
+        late.cancel()
+        late.result(PATIENCE)
+        wait_until(lambda: small._commands.begun == 2)
+        timed = small.submit(PROMPT, greedy(queue_timeout=0.01)).result(PATIENCE)
+        assert (timed.finish_reason, timed.error) == (
+            "error",
+            "queue_timeout=0.01 s went by before it could begin to run",
+        )
+        runs.cancel()
+        assert len(waits[0].result(PATIENCE).token_ids) == 10

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import EngineClosed, EngineDead, InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedModel
+from .errors import (
+    EngineClosed,
+    EngineDead,
+    InvalidConfig,
+    InvalidRequest,
+    QueueFull,
+    TwostrokeError,
+    UnsupportedModel,
+)
 from .request import FinishReason
 from .sampling_params import SamplingParams
 
@@ -31,6 +39,7 @@ __all__ = [
     "Handle",
     "InvalidConfig",
     "InvalidRequest",
+    "QueueFull",
     "RequestOutput",
     "SampleOutput",
     "SamplingParams",

@@ -29,7 +29,9 @@ from .request import Limits
 from .runner import BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.state import SamplingState
+from .scheduler.policy import make_policy
 from .scheduler.scheduler import Scheduler
+from .scheduler.step_costs import StepCosts
 from .text.tokenizer import Tokenizer, find_tokenizer
 
 _PROFILE_STEP = 0
@@ -183,7 +185,15 @@ class _Builder:
             device=device,
             loaded=loaded,
             tokenizer=find_tokenizer(loaded.directory),
-            limits=Limits(model.vocab_size, max_model_len, config.block_size, usable, eos_ids),
+            limits=Limits(
+                vocab_size=model.vocab_size,
+                max_model_len=max_model_len,
+                block_size=config.block_size,
+                usable_blocks=usable,
+                eos_ids=eos_ids,
+                priorities=config.policy == "priority",
+                max_waiting=config.max_waiting,
+            ),
             scheduler=self._make_scheduler(model, num_blocks, max_model_len),
             runner=runner,
             slots=slots,
@@ -266,6 +276,8 @@ class _Builder:
             num_blocks=num_blocks,
             num_groups=self._num_groups(model),
             prefix_cache=config.prefix_cache,
+            policy=make_policy(config.policy, config.patience),
+            costs=None if config.max_prompt_ms is None else StepCosts(config.max_prompt_ms * 1e-3),
         )
 
     def _block_bytes(self, model: Model) -> int:

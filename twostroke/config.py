@@ -12,6 +12,8 @@ MAX_SLOTS = 8
 MAX_ROWS = 1 << 16
 MAX_STEP_TOKENS = 1 << 20
 MAX_BLOCK_SIZE = 1 << 16
+MAX_PATIENCE = 1e6
+MAX_PROMPT_MS = 1e6
 """Bounds far beyond what pays: what exceeds them is a mistake, better told of by name than by a lack of memory."""
 
 
@@ -36,6 +38,10 @@ class EngineConfig:
     graphs: bool
     compile: bool | str
     prefix_cache: bool
+    policy: str
+    patience: float | None
+    max_waiting: int | None
+    max_prompt_ms: float | None
     seed: int | None
 
     def validate(self) -> None:
@@ -45,6 +51,9 @@ class EngineConfig:
         self._one_of("impl", "auto", "native", "transformers")
         self._one_of("loop", "async", "sync")
         self._one_of("attention", "auto", "triton", "torch")
+        self._one_of("policy", "fcfs", "priority", "shortest")
+        self._number("patience", MAX_PATIENCE)
+        self._number("max_prompt_ms", MAX_PROMPT_MS)
         for name, low, high in (
             ("slots", 1, MAX_SLOTS),
             ("max_rows", 1, MAX_ROWS),
@@ -54,6 +63,7 @@ class EngineConfig:
             ("num_blocks", 2, None),
             ("cache_bytes", 1, None),
             ("max_model_len", 2, None),
+            ("max_waiting", 1, None),
             ("seed", 0, 2**64 - 1),
         ):
             self._integer(name, low, high)
@@ -66,6 +76,8 @@ class EngineConfig:
             raise InvalidConfig(
                 f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"
             )
+        if self.patience is not None and self.policy == "fcfs":
+            raise InvalidConfig(f"patience={self.patience} needs policy='priority' or 'shortest'")
 
     def _one_of(self, name: str, *choices: str) -> None:
         value = getattr(self, name)
@@ -81,5 +93,14 @@ class EngineConfig:
         if value < low or (high is not None and value > high):
             raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'at least {low}'}")
 
+    def _number(self, name: str, high: float) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidConfig(f"{name}={shown(value)} must be a number")
+        if not 0 < value <= high:
+            raise InvalidConfig(f"{name}={shown(value)} must be in (0, {high:g}]")
 
-_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "seed"}
+
+_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "max_waiting", "seed"}

@@ -18,6 +18,7 @@ from .front import Front
 from .inbox import Inbox
 from .lifecycle import Lifecycle
 from .request import Sample
+from .scheduler.committed import Committed
 from .scheduler.scheduler import Scheduler
 from .text.delivery import Delivery
 
@@ -78,6 +79,14 @@ class Engine(Front):
         compile: compile the layers of a model that transformers runs, once for all that are alike; `auto`: on CUDA.
             Where that fails, the log says why, and they run as they are. The native decoder has nothing to compile.
         prefix_cache: reuse the blocks of the KV cache whose tokens, and all before them, another request had too.
+        policy: in which order requests get their turn: `fcfs`, first come, first served; `priority`, see
+            `SamplingParams.priority`; `shortest`, short prompts first.
+        patience: seconds after which a waiting request goes before new ones that have one level of priority more, or a
+            prompt of 1,000 tokens less; so nobody waits for ever. None is 30.
+        max_waiting: most requests that may wait before they begin to run; more are refused with `QueueFull`. None is
+            any number.
+        max_prompt_ms: most milliseconds that prompts may add to a step in which others decode; what fits is learned
+            from the times of earlier steps. None is any time: a step takes as many prompt tokens as it has room for.
         seed: of the generator that gives seeds to unseeded requests, and of random weights. None: the former are
             unpredictable, the latter those of seed 0.
 
@@ -105,6 +114,10 @@ class Engine(Front):
         graphs: bool = True,
         compile: bool | str = "auto",
         prefix_cache: bool = True,
+        policy: str = "fcfs",
+        patience: float | None = None,
+        max_waiting: int | None = None,
+        max_prompt_ms: float | None = None,
         seed: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -114,7 +127,7 @@ class Engine(Front):
         self.model = parts.loaded.model
         self.report = parts.report
         self._life = life = Lifecycle(parts, loop, self._delivery_maker(parts))
-        super().__init__(parts.tokenizer, parts.limits, seed, life.delivery, InboxCommands(life.inbox))
+        super().__init__(parts.tokenizer, parts.limits, seed, life.delivery, InboxCommands(life.inbox, parts.scheduler))
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
         weakref.finalize(self, self._life.close_forgotten)
 
@@ -166,8 +179,13 @@ class Engine(Front):
 class InboxCommands:
     """Leaves commands in a loop's inbox."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, scheduler: Scheduler) -> None:
         self._inbox = inbox
+        self._scheduler = scheduler
+
+    @property
+    def begun(self) -> int:
+        return self._scheduler.begun
 
     def submit(self, samples: Sequence[Sample]) -> None:
         def submit(scheduler: Scheduler) -> None:
@@ -177,6 +195,9 @@ class InboxCommands:
                     scheduler.stream(sample)
 
         self._inbox.put(submit)
+        for sample in samples:
+            if (timeout := sample.request.params.queue_timeout) is not None:
+                self._inbox.put_at(sample.timings.submitted + timeout, partial(_expire, weakref.ref(sample)))
 
     def cancel(self, sample: Sample) -> None:
         self._inbox.put(lambda scheduler: scheduler.cancel(sample))
@@ -186,3 +207,8 @@ class InboxCommands:
 
     def finish(self, sample: Sample, count: int) -> None:
         self._inbox.put(lambda scheduler: scheduler.finish(sample, count))
+
+
+def _expire(waiting: weakref.ref[Sample], scheduler: Scheduler) -> Committed | None:
+    sample = waiting()
+    return None if sample is None else scheduler.expire(sample)

@@ -19,6 +19,10 @@ class InvalidRequest(TwostrokeError, ValueError):
     """A prompt or a sampling parameter was refused at submit; the message names it and its value."""
 
 
+class QueueFull(TwostrokeError, RuntimeError):
+    """As many requests wait as may: this one was not taken, and may be tried again later."""
+
+
 class InvalidConfig(TwostrokeError, ValueError):
     """An argument of the engine was refused; the message names it and its value."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from .errors import InvalidRequest, TwostrokeError, shown
+from .errors import InvalidRequest, QueueFull, TwostrokeError, shown
 from .progress import Progress
 from .prompts import Prompt, as_prompts, encode_prompt
 from .request import Limits, Request, Sample
@@ -21,6 +22,10 @@ from .text.tokenizer import Tokenizer
 
 class Commands(Protocol):
     """How a front reaches its loop. Every call returns at once, and raises EngineDead or EngineClosed after its end."""
+
+    @property
+    def begun(self) -> int:
+        """Of all samples that were submitted, how many wait no longer to begin; may lag behind."""
 
     def submit(self, samples: Sequence[Sample]) -> None:
         """Queue samples, all between the same two steps. Those with stop strings are streamed from the start.
@@ -53,6 +58,8 @@ class Front:
         self._delivery = delivery
         self._commands = commands
         self._owner = _Owner(self)
+        self._submitted = 0
+        self._counting = threading.Lock()
 
     @property
     def max_model_len(self) -> int:
@@ -75,6 +82,7 @@ class Front:
 
         Raises:
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
+            QueueFull: they would not all find room in the queue; nothing was started.
             EngineDead, EngineClosed: the engine ended before the requests.
         """
         listed = as_prompts(prompts)
@@ -98,6 +106,7 @@ class Front:
 
         Raises:
             InvalidRequest: the prompt, a parameter or the id was refused.
+            QueueFull: `max_waiting` requests wait already.
             EngineDead, EngineClosed: the engine has ended.
         """
         handle = self._make_handle(request_id, prompt, params)
@@ -125,14 +134,29 @@ class Front:
 
     def _start(self, handles: Sequence[Handle]) -> None:
         """Hand requests to the loop, all between the same two steps."""
+        samples = [sample for handle in handles for sample in handle.samples]
+        self._count_in(len(samples))
         try:
             for handle in handles:
                 self._delivery.register(handle)
-            self._commands.submit([sample for handle in handles for sample in handle.samples])
+            self._commands.submit(samples)
         except BaseException:
+            self._count_in(-len(samples))
             for handle in handles:
                 self._delivery.forget(handle)
             raise
+
+    def _count_in(self, samples: int) -> None:
+        """Count samples that are about to be submitted; a negative number of them, that were not after all.
+
+        Raises:
+            QueueFull: more would wait than may.
+        """
+        with self._counting:
+            waiting, limit = self._submitted - self._commands.begun, self.limits.max_waiting
+            if limit is not None and samples > 0 and waiting + samples > limit:
+                raise QueueFull(f"max_waiting={limit}: {waiting} wait to begin, there is no room for {samples} more")
+            self._submitted += samples
 
 
 class _Owner:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +30,8 @@ class Inbox:
         self._bell = threading.Lock()  # acquired: silent
         self._bell.acquire()
         self._commands: list[Command] = []
+        self._timed: list[tuple[float, int, Command]] = []
+        self._numbers = itertools.count()
         self._closed: Exception | None = None
 
     def put(self, command: Command) -> None:
@@ -41,15 +46,33 @@ class Inbox:
             self._commands.append(command)
             self._ring()
 
+    def put_at(self, moment: float, command: Command) -> None:
+        """Leave a command that is not taken before `moment`, in seconds of `time.perf_counter`; never, once closed."""
+        with self._lock:
+            heapq.heappush(self._timed, (moment, next(self._numbers), command))
+            self._ring()
+
     def take(self, *, block: bool) -> list[Command]:
         """Return the commands that have come, oldest first; with `block`, wait for one or for the inbox to close."""
-        if not block and not self._commands:
+        if not block and not self._commands and not self._timed:
             return []  # no lock in the steady state: a command that comes now is taken before the next step
-        while block and not self._commands and self._closed is None:
-            self._bell.acquire()
+        while block and not self._commands and not self._is_due() and self._closed is None:
+            self._bell.acquire(timeout=self._seconds_left())
         with self._lock:
             commands, self._commands = self._commands, []
+            while self._is_due():
+                commands.append(heapq.heappop(self._timed)[2])
             return commands
+
+    def _is_due(self) -> bool:
+        return bool(self._timed) and self._timed[0][0] <= time.perf_counter()
+
+    def _seconds_left(self) -> float:
+        """Until the next command of `put_at` is due; -1, for ever, if there is none."""
+        with self._lock:
+            if not self._timed:
+                return -1
+            return min(max(0.0, self._timed[0][0] - time.perf_counter()), threading.TIMEOUT_MAX)
 
     def close(self, reason: Exception, last: Command | None = None) -> None:
         """Refuse further commands with `reason`; those already here, and `last` after them, are still taken.

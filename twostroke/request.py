@@ -40,6 +40,10 @@ class Limits:
     usable_blocks: int
     """Blocks of the cache that requests can have (the dummy block is not among them)."""
     eos_ids: tuple[int, ...] = ()
+    priorities: bool = False
+    """The scheduler's policy heeds them."""
+    max_waiting: int | None = None
+    """Most samples that may wait before they begin to run; None is any number."""
 
     @property
     def cache_positions(self) -> int:
@@ -89,6 +93,8 @@ class Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={shown(params)} must be a SamplingParams")
         params.validate()
+        if params.priority and not limits.priorities:
+            raise InvalidRequest(f"priority={params.priority} needs an engine with policy='priority'")
         ids = require_token_ids("prompt", prompt, limits.vocab_size)
         if len(ids) == 0:
             raise InvalidRequest("prompt=[] is empty: at least one token is needed")
@@ -179,6 +185,7 @@ class Sample:
         seed: the key of its random numbers, see `mix_seed`.
         state: see `SampleState`.
         order: arrival number, given by the scheduler; smaller is older.
+        rank: given by the scheduler's policy; of two samples the one of smaller rank goes first.
         tokens: prompt and output token ids, int32; current whenever the sample has no row.
         chain: digests of the full blocks of `tokens`, as far as the prefix cache needed them.
         cached_tokens: prompt tokens that its first admission found in the prefix cache.
@@ -192,6 +199,7 @@ class Sample:
     seed: int = field(init=False)
     state: SampleState = SampleState.WAITING
     order: int = -1
+    rank: float = 0.0
     tokens: np.ndarray = field(init=False)
     chain: list[bytes] = field(default_factory=list, repr=False)
     cached_tokens: int = 0

@@ -20,6 +20,7 @@ SEED_BITS = 64
 
 MAX_SAMPLES = 1024
 """Samples of a request."""
+MAX_PRIORITY = 1000
 
 MIN_TEMPERATURE = 1e-5
 """Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
@@ -51,6 +52,10 @@ class SamplingParams:
         skip_special_tokens: special tokens have no text. A stop token has none in any case.
         n: samples of the prompt, in [1, 1024]. The prompt is computed once. Sample 0 uses `seed`, sample i the seed
             `request.mix_seed(seed, i)`.
+        priority: larger goes first, and takes the place of smaller ones if there is no other; in [-1000, 1000]. Needs
+            an engine with `policy="priority"`, but for 0.
+        queue_timeout: seconds that a sample may wait before it begins to run, > 0; it ends with `error` after that.
+            None is the engine's.
     """
 
     temperature: float = 1.0
@@ -66,6 +71,8 @@ class SamplingParams:
     include_stop: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    priority: int = 0
+    queue_timeout: float | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         known = {f.name for f in fields(cls)}
@@ -99,6 +106,9 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"min_tokens={shown(self.min_tokens)} must not exceed max_tokens={shown(self.max_tokens)}"
                 )
+        require_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        if self.queue_timeout is not None and require_number("queue_timeout", self.queue_timeout) <= 0:
+            raise InvalidRequest(f"queue_timeout={shown(self.queue_timeout)} must be more than 0 seconds")
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):

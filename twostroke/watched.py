@@ -36,6 +36,8 @@ class Watched:
 
     def commit(self, plan: Any, output: Any) -> Any:
         self._committing = time.perf_counter()
+        if (times := self._activity.newest) is not None:
+            self._scheduler.observe(times.lanes, times.prompt_tokens, times.compute[1] - times.compute[0])
         return self._scheduler.commit(plan, output)
 
     def deliver(self, committed: Any) -> None:

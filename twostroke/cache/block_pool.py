@@ -100,6 +100,10 @@ class BlockPool:
             self._push(self.cache.retire(chain, own[:published].tolist(), unused[:published].tolist()))
         self._push(own[published:][unused[published:]])
 
+    def count_unshared(self, blocks: np.ndarray) -> int:
+        """How many of `blocks`, int32 [n], all of one row, nobody else has."""
+        return int(np.count_nonzero(self.sharers[blocks] == 0))
+
     def forget(self) -> None:
         """Forget what every block holds; those in use stay with their rows."""
         self._push(self.cache.clear())

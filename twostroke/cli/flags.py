@@ -51,6 +51,10 @@ class SamplingFlags:
         sampling_flag("Leave special tokens out of the text.", "--skip-special-tokens/--no-skip-special-tokens"),
     ] = DEFAULTS.skip_special_tokens
     n: Annotated[int, sampling_flag("Samples of each prompt.", "--n")] = DEFAULTS.n
+    priority: Annotated[int, sampling_flag("Larger goes first; needs --policy priority.")] = DEFAULTS.priority
+    queue_timeout: Annotated[float | None, sampling_flag("Seconds to wait for a turn, at most.")] = (
+        DEFAULTS.queue_timeout
+    )
 
     def params(self) -> SamplingParams:
         """The flags as sampling parameters, checked.
@@ -92,6 +96,10 @@ class EngineFlags:
     prefix_cache: Annotated[
         bool | None, engine_flag("Reuse the KV cache of equal prompt beginnings.", "--prefix-cache/--no-prefix-cache")
     ] = None
+    policy: Annotated[str | None, engine_flag("Whose turn it is: fcfs, priority or shortest.")] = None
+    patience: Annotated[float | None, engine_flag("Seconds of waiting that make up for a lower rank.")] = None
+    max_waiting: Annotated[int | None, engine_flag("Most requests in the queue.")] = None
+    max_prompt_ms: Annotated[float | None, engine_flag("Time that prompts may add to a step.")] = None
     engine_seed: Annotated[
         int | None, engine_flag("Where requests without a seed get theirs from.", "--engine-seed")
     ] = None

@@ -28,6 +28,7 @@ class Activity:
         idle_seconds: time between steps in which there was nothing to do.
         idle: seconds between steps by cause; their sum is `gap_seconds + idle_seconds`.
         cpu: seconds of the CPU by phase.
+        newest: the step that was done last.
         window: where the times of the steps go that are launched while it is set; None, as a rule.
     """
 
@@ -40,7 +41,7 @@ class Activity:
         self.cpu = dict.fromkeys(PHASES, 0.0)
         self.window: Window | None = None
         self._launched: deque[tuple[StepTimes, Window | None]] = deque()
-        self._done: StepTimes | None = None
+        self.newest: StepTimes | None = None
         self._plan: Span | None = None
         self._captures: list[Span] = []
         self._resting = True
@@ -104,14 +105,14 @@ class Activity:
             window.append(times)
         self.cpu["wait"] += ended - began
         self._add(times)
-        self._done = times
+        self.newest = times
 
     def committed(self, began: float, ended: float) -> None:
         """Note the commit of the step that was done last; from now on the CPU can plan."""
         self.cpu["commit"] += ended - began
         self._free_at = ended
-        if self._done is not None:
-            self._done.commit = began, ended
+        if self.newest is not None:
+            self.newest.commit = began, ended
 
     def captured(self, began: float, ended: float) -> None:
         """Note that graphs were captured."""

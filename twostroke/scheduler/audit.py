@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..plan import DUMMY_BLOCK, Plan
+from ..request import SampleState
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -66,7 +67,7 @@ class Audit:
         assert {block for block in known if not users[block]} == set(idle), "a known block is neither idle nor in use"
 
     def _check_rows(self) -> None:
-        """Every row is free, running, draining or dead; waiting samples are sorted, and younger than who goes on."""
+        """Every row is free, running, draining or dead; waiting samples are younger than who goes on at their rank."""
         scheduler, rows = self._scheduler, self._scheduler.rows
         running = np.flatnonzero(rows.order >= 0).tolist()
         pending = [release.row for release in scheduler.batch.releases.pending()]
@@ -75,12 +76,15 @@ class Audit:
         assert rows.running == len(running)
         assert sorted(scheduler.batch.row_of.values()) == sorted([*running, *scheduler.batch.draining])
         assert 0 <= scheduler.forks.promised <= len(rows.free), "more rows promised than free"
-        orders = [sample.order for sample in scheduler.waiting]
-        assert orders == sorted(orders), "the queue is not in the order of arrival"
+        waiting = list(scheduler.waiting)
+        assert len(waiting) == len(scheduler.waiting), "the queue's count is off"
+        assert all(sample.state is SampleState.WAITING for sample in waiting), "a sample waits and does not"
+        assert not waiting or waiting[0] is scheduler.waiting.head, "the queue is out of order"
         # Forks could not come earlier: the prompt was not there.
-        heads = [sample.order for sample in scheduler.waiting if not sample.index or sample.timings.admitted]
-        going_on = rows.order[rows.launched < rows.limit].max(initial=-1)
-        assert not heads or going_on < heads[0], "a younger sample overtook the queue's head"
+        heads = [sample for sample in waiting if not sample.index or sample.timings.admitted]
+        if heads:
+            equals = (rows.launched < rows.limit) & (rows.rank == heads[0].rank)
+            assert rows.order[equals].max(initial=-1) < heads[0].order, "a younger sample overtook the queue's head"
 
     def _check_lanes(self) -> None:
         """Lanes are dense, agree with lane_of_row, and hold the running rows that are neither ready nor prefilling."""

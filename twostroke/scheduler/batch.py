@@ -25,6 +25,7 @@ class Batch:
         row_of: the row of each sample that has one.
         streaming: samples whose tokens are handed over as they come.
         launched_step, committed_step: newest step of each kind; -1 before the first.
+        begun: samples that have begun to run, or ended before, since the start.
     """
 
     def __init__(self, rows: RowTable, pool: BlockPool, lanes: Lanes, prefixes: Prefixes) -> None:
@@ -40,6 +41,7 @@ class Batch:
         self.row_of: dict[Sample, int] = {}
         self.streaming: set[Sample] = set()
         self.launched_step = self.committed_step = -1
+        self.begun = 0
 
     def known_tokens(self, sample: Sample) -> np.ndarray:
         """Prompt and confirmed output tokens of a sample with or without a row, int32, read-only."""

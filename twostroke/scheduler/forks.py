@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import islice, takewhile
-
 from ..request import Sample
 from .batch import Batch
 from .prefixes import Start
@@ -62,11 +59,16 @@ class Forks:
         family.members[sample] = None
         return waits
 
-    def has_row(self, sample: Sample) -> bool:
-        """Whether a row is free for `sample`, which is not promised to others."""
+    def is_pending(self, sample: Sample) -> bool:
+        """Whether `sample` waits for another one of its request, and so not in the queue."""
+        family = self._families.get(sample.request.id)
+        return family is not None and sample in family.pending
+
+    def rows_for(self, sample: Sample) -> int:
+        """How many rows are free for `sample`, which are not promised to others."""
         family = self._families.get(sample.request.id)
         own = family.promised if family else 0
-        return len(self._batch.rows.free) > self.promised - own
+        return len(self._batch.rows.free) - self.promised + own
 
     def start(self, sample: Sample) -> Start | None:
         """Where `sample` begins as a fork; None if it is none, or no sibling has the prompt."""
@@ -122,11 +124,3 @@ class Forks:
     def _promise(self, family: _Family, rows: int) -> None:
         self.promised += rows - family.promised
         family.promised = rows
-
-
-def put_back(waiting: OrderedDict[Sample, None], sample: Sample) -> None:
-    """Put `sample` into the queue, which is in the order of age, near its front."""
-    waiting[sample] = None
-    older = list(takewhile(lambda other: other.order < sample.order, islice(waiting, len(waiting) - 1)))
-    for other in (sample, *reversed(older)):
-        waiting.move_to_end(other, last=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import OrderedDict
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,14 +13,32 @@ from ..plan import Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
-from .forks import Forks, put_back
+from .forks import Forks
 from .prefixes import Start
+from .queue import Queue
+from .step_costs import StepCosts
+
+LAST = (math.inf, 0)
+"""Behind every rank and order."""
+
+
+def as_index(rows: Collection[int]) -> np.ndarray:
+    """Row numbers as an array, intp [K]."""
+    return np.fromiter(rows, np.intp, len(rows))
+
+
+class Fit(NamedTuple):
+    """What a waiting sample would take: where it begins, blocks of its own beyond that, and free ones needed."""
+
+    start: Start
+    own: int
+    needed: int
 
 
 class Planner:
     """Fills a step: decoding rows first, then the prompts that have begun, then samples from the queue.
 
-    It gives out blocks, and takes them from the youngest where the others would stand still.
+    It gives out blocks, and takes them from those of the last ranks where the others would stand still.
 
     Args:
         batch: the samples that have rows.
@@ -26,6 +46,8 @@ class Planner:
         forks: which of them begin with the prompt of another.
         max_step_tokens, max_chunk_tokens: see `Scheduler`.
         max_model_len: most tokens of a sample.
+        takes_rows: see `Policy`.
+        costs: see `Scheduler`.
 
     Attributes:
         preemptions: since the start.
@@ -34,17 +56,21 @@ class Planner:
     def __init__(
         self,
         batch: Batch,
-        waiting: OrderedDict[Sample, None],
+        waiting: Queue,
         forks: Forks,
         *,
         max_step_tokens: int,
         max_chunk_tokens: int | None,
         max_model_len: int,
+        takes_rows: bool,
+        costs: StepCosts | None,
     ) -> None:
         self.batch = batch
         self.rows, self.pool, self.lanes = batch.rows, batch.pool, batch.lanes
         self.waiting = waiting
         self.forks = forks
+        self.takes_rows = takes_rows
+        self.costs = costs
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, batch.rows.block_size)
@@ -53,15 +79,39 @@ class Planner:
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
         draft = Draft()
+        if self.takes_rows and self.waiting:
+            self._make_room()  # before anything is drafted for those whom it may preempt
         self._settle_lanes(draft)
-        self._continue_prefills(draft)
-        self._admit(draft)
+        self._fill_prompts(draft)
         if not self.lanes.count and not draft.prompt_tokens:
             return None
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
         features = self.rows.features.union
         return draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features)
+
+    def _make_room(self) -> None:
+        """Preempt samples that the queue's head outranks, the last first, if it does not fit but for them.
+
+        What will come back anyhow is waited for.
+        """
+        rows, batch, sample = self.rows, self.batch, self.waiting.head
+        if sample is None or sample in batch.row_of or rows.rank[rows.order >= 0].max(initial=-np.inf) <= sample.rank:
+            return
+        seats = (
+            self.forks.rows_for(sample) + len(batch.draining) + len(batch.releases) + int(np.count_nonzero(rows.ending))
+        )
+        missing = self._fit(sample).needed - self.pool.available - self._coming_blocks()
+        victims = []
+        for row in reversed(self._going_on()):
+            if (seats > 0 and missing <= 0) or rows.rank[row] <= sample.rank:
+                break
+            victims.append(row)
+            seats += 1
+            missing -= self.pool.count_unshared(rows.blocks[0, row, : rows.held[row]]) + int(rows.reserved[row])
+        if seats > 0 and missing <= 0:
+            for row in victims:
+                self._preempt(row)
 
     def _settle_lanes(self, draft: Draft) -> None:
         """Rows at their limit leave their lanes, rows at a block's edge get a block or sit out, ready rows join."""
@@ -75,29 +125,29 @@ class Planner:
                 self.lanes.leave(row)
             due = due[~ended]
         if self.batch.ready:
-            ready = np.fromiter(self.batch.ready, np.intp, len(self.batch.ready))
+            ready = as_index(self.batch.ready)
             due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
         self._claim_blocks(due, draft)
         self._join_ready()
 
     def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
-        """Give a block to each row of `claims`, or, if there are too few, to the oldest; the others sit out."""
+        """Give a block to each row of `claims`, or, if there are too few, to the best ranks; the others sit out."""
         if len(claims) > self.pool.available:
             claims = self._ration(claims)
         if len(claims):
             draft.add_blocks(self.rows.add_blocks(claims, self.pool.take(len(claims))))
 
     def _ration(self, claims: np.ndarray) -> np.ndarray:
-        """The rows of `claims` that get a block although there are too few, oldest first.
+        """The rows of `claims` that get a block although there are too few, best rank first.
 
         What samples that ended, or that wait for their last token, will give back, at most, is worth waiting for.
-        Beyond that the youngest running samples are preempted until the rest can be served.
+        Beyond that the running samples of the last ranks are preempted until the rest can be served.
         """
-        claims = claims[np.argsort(self.rows.order[claims])]
-        ending = (self.rows.launched == self.rows.limit) & (self.rows.order >= 0)
-        coming = self.batch.releases.blocks + int(self.rows.held[ending].sum())
+        claims = self.rows.ranked(claims)
+        coming = self._coming_blocks()
+        candidates = self._going_on()
         while len(claims) > self.pool.available + coming:
-            victim = int(np.where(ending, -1, self.rows.order).argmax())
+            victim = candidates.pop()
             self._preempt(victim)
             claims = claims[claims != victim]
         served = min(len(claims), self.pool.available)
@@ -106,41 +156,70 @@ class Planner:
             self.batch.ready[row] = None
         return claims[:served]
 
-    def _join_ready(self) -> None:
-        """Ready rows that have a place for their next position take lanes, oldest first."""
+    def _coming_blocks(self) -> int:
+        """Blocks that samples which have launched their last step, or ended, will give back, at most."""
+        return self.batch.releases.blocks + int(self.rows.held[self.rows.ending].sum())
+
+    def _going_on(self) -> list[int]:
+        """The running rows with positions left to launch, best rank first."""
         rows = self.rows
-        for row in sorted(self.batch.ready, key=lambda row: rows.order[row]):
+        return rows.ranked(np.flatnonzero((rows.order >= 0) & (rows.launched < rows.limit))).tolist()
+
+    def _join_ready(self) -> None:
+        """Ready rows that have a place for their next position take lanes, best rank first."""
+        rows = self.rows
+        for row in rows.ranked(as_index(self.batch.ready)).tolist():
             if rows.launched[row] < rows.event_at[row]:
                 del self.batch.ready[row]
                 self.lanes.join(row)
 
-    def _continue_prefills(self, draft: Draft) -> None:
-        if not self.batch.prefilling:
-            return
-        for row in list(self.batch.prefilling):
-            if not self._budget(draft):
-                return
-            self._launch_chunk(row, draft)
+    def _fill_prompts(self, draft: Draft) -> None:
+        """Give what the step has room for to prompts, best rank first: those that have begun, and those that wait."""
+        rows, prefilling = self.rows, self.batch.prefilling
+        if prefilling:
+            for row in rows.ranked(as_index(prefilling)).tolist():
+                self._admit(draft, before=(rows.rank[row], rows.order[row]))
+                if self._budget(draft) <= 0:
+                    return
+                if row in prefilling:  # not preempted for who was just admitted
+                    self._launch_chunk(row, draft)
+        self._admit(draft)
 
-    def _admit(self, draft: Draft) -> None:
-        """Give rows, and the promise of blocks for all their tokens, to the samples at the head of the queue."""
-        while self.waiting and self.rows.free and self._budget(draft):
-            sample = next(iter(self.waiting))
-            # NOTE: without headroom a preempted sample would be admitted and preempted again at the next block's edge.
-            available = self.pool.available - (self.rows.running if sample.preemptions else 0)
-            if sample in self.batch.row_of or available < 1 or not self.forks.has_row(sample):
+    def _admit(self, draft: Draft, before: tuple[float, int] = LAST) -> None:
+        """Admit samples from the head of the queue, as far as they fit and go before `before`, a rank and an order."""
+        while self.rows.free and self.waiting and self._budget(draft) > 0:
+            sample = self.waiting.head
+            assert sample is not None
+            if (sample.rank, sample.order) > before or sample in self.batch.row_of:
                 return
-            start = self.forks.start(sample) or self.batch.prefixes.find(sample)
-            own = self.rows.blocks_of(len(sample.tokens)) - len(start.blocks)
-            idle = self.pool.cache.count_idle(start.chain) if start.source is None else 0
-            if available < own + idle or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
+            if not self._place(sample, draft):
                 return
-            del self.waiting[sample]
-            row = self._join(sample, start, own, draft)
-            self.pool.reserve(own)
-            self._launch_chunk(row, draft)
-            if start.copied is not None:
-                draft.add_copy(start.copied, int(self.rows.blocks[0, row, len(start.blocks)]))
+
+    def _place(self, sample: Sample, draft: Draft) -> bool:
+        """Give `sample` a row, and the promise of blocks for all its tokens; False if it does not fit."""
+        if self.pool.available < 1 or self.forks.rows_for(sample) < 1:
+            return False
+        start, own, needed = self._fit(sample)
+        if self.pool.available < needed or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
+            return False
+        self.waiting.pop()
+        row = self._join(sample, start, own, draft)
+        self.pool.reserve(own)
+        self._launch_chunk(row, draft)
+        if start.copied is not None:
+            draft.add_copy(start.copied, int(self.rows.blocks[0, row, len(start.blocks)]))
+        return True
+
+    def _fit(self, sample: Sample) -> Fit:
+        """What a waiting sample would take.
+
+        NOTE: without headroom, a block for each running row, a preempted sample would be admitted and preempted again
+        at the next block's edge.
+        """
+        start = self.forks.start(sample) or self.batch.prefixes.find(sample)
+        own = self.rows.blocks_of(len(sample.tokens)) - len(start.blocks)
+        idle = self.pool.cache.count_idle(start.chain) if start.source is None else 0
+        return Fit(start, own, own + idle + (self.rows.running if sample.preemptions else 0))
 
     def _join(self, sample: Sample, start: Start, own: int, draft: Draft) -> int:
         """Give `sample` a row that begins at `start`, and is promised `own` blocks more."""
@@ -152,6 +231,7 @@ class Planner:
             draft.add_shared_blocks(self.rows.extend_blocks(row, shared), shared.shape[1])
         if sample.timings.admitted is None:
             sample.timings.admitted = time.perf_counter()
+            self.batch.begun += 1
         self.forks.admitted(sample)
         return row
 
@@ -177,7 +257,10 @@ class Planner:
 
     def _budget(self, draft: Draft) -> int:
         """Tokens that the step has left for prompts."""
-        return self.max_step_tokens - self.lanes.count - draft.prompt_tokens
+        budget = self.max_step_tokens - self.lanes.count
+        if self.costs is not None and self.lanes.count:
+            budget = min(budget, self.costs.prompt_tokens)
+        return budget - draft.prompt_tokens
 
     def _preempt(self, row: int) -> None:
         """Send the row's sample back to the queue; it keeps the row until its tokens in flight are there."""
@@ -185,5 +268,5 @@ class Planner:
         sample.state = SampleState.WAITING
         sample.preemptions += 1
         self.preemptions += 1
-        put_back(self.waiting, sample)
+        self.waiting.push(sample)
         self.batch.drain()

@@ -62,6 +62,7 @@ class RowTable:
         self.publishes = np.zeros(num_rows, bool)
         """The row's blocks may be found by others."""
         self.order = np.full(num_rows, -1, np.int64)
+        self.rank = np.zeros(num_rows)
         self.alive = np.zeros(num_rows, bool)
         self.streaming = np.zeros(num_rows, bool)
         self.samples = np.full(num_rows, None, object)
@@ -79,12 +80,21 @@ class RowTable:
         self.launched[row] = self.confirmed[row] = self.held[row] = 0
         self.target[row], self.reserved[row] = target, reserved
         self.limit[row] = sample.prompt_len + sample.request.max_tokens - 1
-        self.order[row], self.samples[row] = sample.order, sample
+        self.order[row], self.rank[row], self.samples[row] = sample.order, sample.rank, sample
         self.alive[row], self.streaming[row] = True, streaming
         self.running += 1
         self.features.add(features_of(sample.request))
         sample.state = SampleState.RUNNING
         return row
+
+    @property
+    def ending(self) -> np.ndarray:
+        """Which rows wait for their last token, bool [rows]."""
+        return (self.launched == self.limit) & (self.order >= 0)
+
+    def ranked(self, rows: np.ndarray) -> np.ndarray:
+        """`rows`, intp [K], sorted by rank, and those of one rank by arrival."""
+        return rows[np.lexsort((self.order[rows], self.rank[rows]))]
 
     def begin_at(self, row: int, length: int, *, publishes: bool) -> None:
         """The row finds its first `length` positions computed; `publishes`: its blocks may be found by others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 
 import numpy as np
 
@@ -14,14 +13,20 @@ from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .batch import Batch
 from .committed import NOTHING, Committed
-from .forks import Forks, put_back
+from .forks import Forks
 from .lanes import Lanes
 from .planner import Planner
+from .policies.first_come import FirstCome
+from .policy import Policy
 from .prefixes import Prefixes
+from .queue import Queue
 from .rows import NO_TOKENS, RowTable
 from .stats import SchedulerStats
+from .step_costs import StepCosts
 
 _TOKEN, _STOP, _ERROR = int(Flag.TOKEN), int(Flag.STOP), int(Flag.ERROR)
+
+FIRST_COME = FirstCome()
 
 BAD_LOGITS = "the logits held a NaN or an infinity, or left no token to sample"
 
@@ -40,9 +45,9 @@ class Scheduler:
     A sample that finishes at the commit of step N may be part of step N + 1; what it had returns to its pool when the
     newest step that was launched by then is committed (`Releases`).
 
-    Samples are admitted strictly in the order of arrival, and of those with positions left to launch the youngest is
-    preempted first; so all of these are older than every waiting sample, and the oldest always gets on. `waiting` stays
-    sorted by age because new samples go to its back and preempted ones to its front.
+    Samples are admitted strictly in the order of their ranks (`Policy`), and of those with positions left to launch the
+    one of the last rank is preempted first. So of all that run the first always gets on, and whoever heads the queue
+    will have the whole cache if need be: every sample ends, in any cache that holds the largest one.
 
     Args:
         max_rows: rows of the device's batch state; row `max_rows` is the dummy row.
@@ -51,6 +56,8 @@ class Scheduler:
         block_size: positions of a block. num_blocks: blocks of each of `num_groups` cache groups, with the dummy block.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
         prefix_cache: rows that begin with the same tokens share blocks.
+        policy: in which order samples get rows, and lose them.
+        costs: how many prompt tokens may go beside decoding rows; None is no limit but the step's.
         debug: check the invariants after every plan and commit; slow.
     """
 
@@ -65,6 +72,8 @@ class Scheduler:
         num_groups: int = 1,
         max_chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        policy: Policy = FIRST_COME,
+        costs: StepCosts | None = None,
         debug: bool = False,
     ) -> None:
         num_rows = min(max_rows, max_step_tokens)
@@ -74,7 +83,7 @@ class Scheduler:
         self.pool = BlockPool(num_blocks, block_size, num_groups)
         self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
         self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes)
-        self.waiting: OrderedDict[Sample, None] = OrderedDict()
+        self.waiting = Queue()
         self.forks = Forks(self.batch)
         self._planner = Planner(
             self.batch,
@@ -83,7 +92,11 @@ class Scheduler:
             max_step_tokens=max_step_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_model_len=max_model_len,
+            takes_rows=policy.takes_rows,
+            costs=costs,
         )
+        self._costs = costs
+        self._policy = policy
         self._arrivals = 0
         self._audit = Audit(self) if debug else None
 
@@ -102,10 +115,10 @@ class Scheduler:
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
                 f"max_model_len={self.max_model_len} and {self.pool.total} usable blocks"
             )
-        sample.order = self._arrivals
+        sample.order, sample.rank = self._arrivals, self._policy.rank(sample)
         self._arrivals += 1
         if not self.forks.submit(sample):
-            self.waiting[sample] = None
+            self.waiting.push(sample)
 
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
@@ -117,6 +130,14 @@ class Scheduler:
         if ended.finished:
             sample.tokens = sample.tokens[: sample.prompt_len + count]
         return ended
+
+    def expire(self, sample: Sample) -> Committed:
+        """End `sample` for having waited its `queue_timeout`; does nothing if it has begun to run."""
+        if sample.state is SampleState.FINISHED or sample.timings.admitted is not None:
+            return NOTHING
+        seconds = sample.request.params.queue_timeout
+        self._end(sample, FinishReason.ERROR, f"queue_timeout={seconds} s went by before it could begin to run")
+        return Committed([sample], [], NO_TOKENS)
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
@@ -149,6 +170,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while a sample has not ended or something waits for the commit of a step."""
         return bool(self.waiting or self.rows.running or self.batch.releases)
+
+    @property
+    def begun(self) -> int:
+        """Of all samples that were submitted, how many wait no longer to begin: they have begun, or ended before."""
+        return self.batch.begun
+
+    def observe(self, lanes: int, prompt_tokens: int, seconds: float) -> None:
+        """Learn from the time of a step that was done; see `StepCosts.observe`."""
+        if self._costs is not None:
+            self._costs.observe(lanes, prompt_tokens, seconds)
 
     def stats(self) -> SchedulerStats:
         pool, steps = self.pool, self.batch.launched_step + 1
@@ -199,7 +230,7 @@ class Scheduler:
         for sample in self.rows.samples[rows].tolist():
             if sample is not None:
                 for fork in self.forks.release(sample):
-                    put_back(self.waiting, fork)
+                    self.waiting.push(fork)
 
     def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""
@@ -225,7 +256,7 @@ class Scheduler:
     # -- Ending --------------------------------------------------------------------------------------------------
 
     def _end_by_command(self, sample: Sample, reason: FinishReason) -> Committed:
-        if sample.state is SampleState.FINISHED:
+        if sample.state is SampleState.FINISHED or sample.order < 0:  # or it was refused, and is cancelled all the same
             return NOTHING
         self._end(sample, reason)
         return Committed([sample], [], NO_TOKENS)
@@ -235,9 +266,13 @@ class Scheduler:
         tokens = self.batch.known_tokens(sample)
         sample.tokens = tokens[: len(tokens) - drop]
         self.batch.leave(sample, drop)
-        self.waiting.pop(sample, None)
+        waited = sample.state is SampleState.WAITING and not self.forks.is_pending(sample)
         if (heir := self.forks.ended(sample)) is not None:
-            put_back(self.waiting, heir)
+            self.waiting.push(heir)
         sample.chain.clear()
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
+        if waited:
+            self.waiting.count_out()
+        if sample.timings.admitted is None:
+            self.batch.begun += 1
         sample.timings.finished = time.perf_counter()

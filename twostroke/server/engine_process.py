@@ -46,7 +46,7 @@ class HostedEngine(Engine):
         self._connection = connection
         self._samples: dict[int, Sample] = {}
         super().__init__(**arguments)
-        self._loop = InboxCommands(self._life.inbox)
+        self._loop = InboxCommands(self._life.inbox, self._parts.scheduler)
 
     @property
     def ready(self) -> Ready:
@@ -61,7 +61,7 @@ class HostedEngine(Engine):
                 self._follow(command)
 
     def _delivery_maker(self, parts: Parts) -> Callable[..., Any]:
-        return partial(Outbox, self._connection, self._samples)
+        return partial(Outbox, self._connection, self._samples, lambda: parts.scheduler.begun)
 
     def _follow(self, command: ToEngine) -> None:
         match command:

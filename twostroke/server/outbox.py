@@ -12,7 +12,7 @@ import numpy as np
 
 from ..request import Sample
 from ..scheduler.committed import Committed
-from .wire import Died, Ended, FromEngine, Outputs, Stats, encode
+from .wire import Begun, Died, Ended, FromEngine, Outputs, Stats, encode
 
 
 class Outbox:
@@ -24,14 +24,21 @@ class Outbox:
     Args:
         connection: to the API process.
         samples: those on their way, by the number that the API process gave them; those that ended are taken out.
+        begun: see `front.Commands`; sent whenever it has changed.
         on_error: called with the exception that ended the sending, unless the API process is gone.
     """
 
     def __init__(
-        self, connection: Connection, samples: dict[int, Sample], on_error: Callable[[BaseException], None]
+        self,
+        connection: Connection,
+        samples: dict[int, Sample],
+        begun: Callable[[], int],
+        on_error: Callable[[BaseException], None],
     ) -> None:
         self._connection = connection
         self._samples = samples
+        self._begun = begun
+        self._begun_sent = 0
         self._on_error = on_error
         self._queue: queue.SimpleQueue[Committed | FromEngine | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="twostroke-outbox", daemon=True)
@@ -41,6 +48,9 @@ class Outbox:
         """Send a commit's result; called by the loop."""
         if committed is not None and (committed.finished or committed.streamed):
             self._queue.put(committed)
+        if (begun := self._begun()) != self._begun_sent:
+            self._begun_sent = begun
+            self._queue.put(Begun(begun))
 
     def answer(self, stats: Stats) -> None:
         self._queue.put(stats)

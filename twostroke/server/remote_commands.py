@@ -16,9 +16,14 @@ from .wire import Cancel, Entry, Finish, Message, Stream, Submit, encode
 
 
 class RemoteCommands:
-    """Numbers the samples and sends commands about them. No call waits for the engine process: a thread writes."""
+    """Numbers the samples and sends commands about them. No call waits for the engine process: a thread writes.
+
+    Attributes:
+        begun: see `front.Commands`; set by who reads what the engine process sends.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.begun = 0
         self._connection = connection
         self._next_number = itertools.count()
         self._numbers: dict[Sample, int] = {}

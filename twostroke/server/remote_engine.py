@@ -23,7 +23,7 @@ from ..request import Sample, SampleState
 from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
 from .remote_commands import RemoteCommands
-from .wire import AskStats, Close, Died, Ended, FromEngine, Outputs, Ready, Refused, Stats, decode_from_engine
+from .wire import AskStats, Begun, Close, Died, Ended, FromEngine, Outputs, Ready, Refused, Stats, decode_from_engine
 
 _CLOSE_SECONDS = 30.0
 """How long an engine process may take to end before it is killed."""
@@ -169,6 +169,8 @@ class RemoteEngine(Front):
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Stats):
             self._questions.popleft().set_result(message.values)
+        elif isinstance(message, Begun):
+            self._remote.begun = message.count
         elif isinstance(message, Outputs):
             streamed = [self._remote.sample(number) for number in np.frombuffer(message.streamed, np.int64).tolist()]
             finished = [self._finish(ended) for ended in message.ended]

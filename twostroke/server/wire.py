@@ -116,6 +116,12 @@ class Outputs(Message, frozen=True):
     ended: list[Ended]
 
 
+class Begun(Message, frozen=True):
+    """So many samples wait no longer to begin, in all."""
+
+    count: int
+
+
 class Stats(Message, frozen=True):
     """`EngineStats` as a dict: its class comes with the engine, which the API process does not import."""
 
@@ -129,7 +135,7 @@ class Died(Message, frozen=True):
 
 
 ToEngine = Submit | Cancel | Stream | Finish | AskStats | Close
-FromEngine = Ready | Refused | Outputs | Stats | Died
+FromEngine = Ready | Refused | Outputs | Begun | Stats | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
