@@ -138,3 +138,11 @@ def test_a_graph_serves_the_next_larger_bucket():
         assert [buckets.fit(n) for n in (1, 3, 5, 33, 64)] == [1, 4, 8, 40, 64]
         outputs = engine.generate(make_prompts([5] * 33), GREEDY)
     assert all(len(output.token_ids) == 40 for output in outputs)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_compiled_layers_of_transformers_give_the_same_tokens(graphs, caplog):
+    prompts = make_prompts([3, 30, 1, 100])
+    found = tokens_of(prompts, GREEDY, impl="transformers", graphs=graphs)
+    assert "not compiled" not in caplog.text
+    assert found == tokens_of(prompts, GREEDY, impl="transformers", graphs=graphs, compile=False)

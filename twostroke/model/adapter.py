@@ -195,6 +195,8 @@ class TransformersModel:
         for tokens, logits in zip(several, expected, strict=True):
             if change := change_of(self._probe(tokens), logits):
                 self._give_up_compiling(f"compiled layers change the logits by {change:.2g} (relative)")
+        if self._compiled is not None:
+            self._compiled.settle()
 
     def _give_up_compiling(self, reason: str) -> None:
         logger.warning("%s: not compiled: %s", self._model.config.model_type, reason)
