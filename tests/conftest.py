@@ -46,3 +46,22 @@ def saved(tmp_path_factory):
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def small_dir(smollm2_dir, tmp_path_factory) -> Path:
+    """A small random model with the default model's tokenizer."""
+    from scripted import save_small
+
+    return save_small(smollm2_dir, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def server(small_dir):
+    """A server of the small model, started as a command."""
+    from serving import served
+
+    with served(
+        small_dir, "--num-blocks", "600", "--max-rows", "8", "--engine-seed", "0", "--no-log-requests"
+    ) as server:
+        yield server

@@ -49,8 +49,10 @@ ALLOWED = {
     # triton: for the kernel that reads the memory's ceiling, which no step runs.
     "bench": {"torch", "triton", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,
     "trace": {"matplotlib"} | ENGINE | BELOW_ENGINE,
-    "server": {"msgspec", "numpy"} | ENGINE | BELOW_ENGINE,
-    "cli": {"typer", "rich", "torch", "bench", "trace"} | ENGINE | BELOW_ENGINE,
+    "server": {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "pydantic_core", "msgspec", "numpy"}
+    | ENGINE
+    | BELOW_ENGINE,
+    "cli": {"typer", "rich", "torch", "bench", "trace", "server"} | ENGINE | BELOW_ENGINE,
 }
 """What each part may import, besides the standard library, itself, and (all but `kernels`) `errors`."""
 

@@ -8,12 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from scripted import save_small
 from watching import PATIENCE, wait_until
 
 from twostroke import Delta, Engine, EngineClosed, EngineDead, InvalidConfig, QueueFull, SamplingParams
@@ -38,19 +36,14 @@ def idle(engine: RemoteEngine) -> bool:
 
 
 @pytest.fixture(scope="module")
-def small(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small(smollm2_dir, tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture(scope="module")
-def engine(small):
-    with RemoteEngine(arguments(small)) as engine:
+def engine(small_dir):
+    with RemoteEngine(arguments(small_dir)) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def local(small):
-    with Engine(**arguments(small)) as engine:
+def local(small_dir):
+    with Engine(**arguments(small_dir)) as engine:
         yield engine
 
 

@@ -113,6 +113,17 @@ class Front:
         self._start([handle])
         return handle
 
+    def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Handle]:
+        """Start requests, all between the same two steps; return their handles at once.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter was refused; nothing was started.
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        self._start(handles)
+        return handles
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
         """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
         handle = self.submit(prompt, params, request_id=request_id)

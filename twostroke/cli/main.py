@@ -16,6 +16,7 @@ from .bench import bench
 from .demo import demo
 from .generate import generate
 from .profile import profile
+from .serve import serve
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the input was refused; something went wrong while running; Ctrl-C."""
@@ -54,6 +55,7 @@ app = typer.Typer(
     help="An LLM inference engine in which the CPU and the GPU never wait for each other.",
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(bench)
 app.command()(profile)
 app.command()(demo)

@@ -1,0 +1,185 @@
+"""Servers for tests: as a command of its own, or in a thread where the test can look at its engine; and raw HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+from watching import PATIENCE, wait_until
+
+from twostroke.server.remote_engine import RemoteEngine
+from twostroke.server.serve import bind, serve_until
+from twostroke.server.settings import ServerSettings
+from twostroke.server.supervisor import Supervisor
+
+MODEL = "small"
+"""What the served model is called."""
+
+
+@dataclass
+class Response:
+    status: int
+    headers: http.client.HTTPMessage
+    data: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.json["error"]
+
+
+class Client:
+    """HTTP without a library that would repair what a test breaks."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self.address = parts.hostname, parts.port
+
+    def request(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Response:
+        connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
+        try:
+            connection.request(method, path, body, headers or {})
+            got = connection.getresponse()
+            return Response(got.status, got.headers, got.read())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Response:
+        return self.request("GET", path, headers=headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, data, {"Content-Type": "application/json"} | headers)
+
+    def open(self, path: str, body: Any) -> socket.socket:
+        """Send a request, and leave the answer to be read."""
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        connection = socket.create_connection(self.address, timeout=PATIENCE)
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+def read_events(connection: socket.socket) -> list[Any]:
+    """Read a stream to its end; the data of its events, `[DONE]` as a string."""
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    assert response.status == 200, response.read()
+    return parse_events(response.read())
+
+
+def parse_events(data: bytes) -> list[Any]:
+    lines = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
+    return [json.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
+
+
+class ServerProcess(Client):
+    """A server that was started as a command."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        super().__init__(url)
+        self.process = process
+
+    @property
+    def engine_pid(self) -> int:
+        """The id of the engine process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child.pid for child in children if "spawn_main" in " ".join(child.cmdline()))
+
+    def terminate(self) -> None:
+        os.kill(self.process.pid, signal.SIGTERM)
+
+
+@contextmanager
+def served(model: Any, *flags: str, **environment: str) -> Iterator[ServerProcess]:
+    """Run `twostroke serve`; ended with SIGTERM, and by force if that does not do."""
+    command = [
+        sys.executable,
+        "-m",
+        "twostroke",
+        "serve",
+        "--model",
+        os.fspath(model),
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+    ]
+    command += ["--served-model-name", MODEL, *flags]
+    root = Path(__file__).parent.parent
+    environ = os.environ | {"PYTHONPATH": os.fspath(root)} | environment
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=root)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http\S+", line)
+        assert found, line
+        yield ServerProcess(process, found.group())
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Hosted(Client):
+    """A server that runs in a thread."""
+
+    def __init__(self, url: str, supervisor: Supervisor) -> None:
+        super().__init__(url)
+        self.supervisor = supervisor
+
+    def stats(self) -> dict[str, Any]:
+        assert self.supervisor.engine is not None
+        return self.supervisor.engine.ask_stats().result(PATIENCE)
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: self.stats()["running"] == self.stats()["waiting"] == 0)
+
+
+@contextmanager
+def hosted(arguments: dict[str, Any], settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[Hosted]:
+    """Run a server in a thread, with its engine in a process."""
+    made = ServerSettings(**{"port": 0, "model_name": MODEL, "shutdown_timeout": 0.0} | (settings or {}))
+    urls: list[str] = []
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    with bind("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(lambda end: RemoteEngine(arguments, on_end=end, **engine), restart=made.restart)
+        work = serve_until(stop, made, supervisor, listener, urls.append)
+        thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: bool(urls))
+            yield Hosted(urls[0], supervisor)
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            thread.join(PATIENCE)
+            supervisor.close()
+            loop.close()

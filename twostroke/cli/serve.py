@@ -1,0 +1,65 @@
+"""`twostroke serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import InvalidConfig
+from .flags import EngineFlags, with_flags
+
+
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Server")
+
+
+@with_flags
+def serve(
+    engine: EngineFlags,
+    host: Annotated[str, _option("Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, _option("Port to listen at; 0 is any free one.")] = 8000,
+    served_model_name: Annotated[str | None, _option("What clients call the model; its own name by default.")] = None,
+    api_key_file: Annotated[
+        Path | None, _option("File of keys, one a line; the variable TWOSTROKE_API_KEY holds another.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None, _option("Web origin whose pages may call the API; may be repeated.", "--allow-origin")
+    ] = None,
+    ssl_certfile: Annotated[Path | None, _option("PEM file of the certificate, for TLS.")] = None,
+    ssl_keyfile: Annotated[Path | None, _option("PEM file of its key.")] = None,
+    max_queue: Annotated[int, _option("Samples that may wait; what comes then gets a 429.")] = 2048,
+    max_samples: Annotated[int, _option("Most samples of one request.")] = 128,
+    max_body_bytes: Annotated[int, _option("Most bytes of a request's body.")] = 8 << 20,
+    request_timeout: Annotated[float | None, _option("Seconds that a request may take.")] = None,
+    shutdown_timeout: Annotated[float, _option("Seconds that requests have to end after SIGTERM.")] = 30.0,
+    restart: Annotated[bool, _option("Start the engine again when it has died.", "--restart")] = False,
+    log_requests: Annotated[bool, _option("Log each request on stderr.", "--log-requests/--no-log-requests")] = True,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API."""
+    try:
+        from ..server.serve import serve as run
+        from ..server.settings import ServerSettings, read_api_keys
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(f"the server needs the package {error.name}: pip install 'twostroke[server]'") from error
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("twostroke").setLevel(logging.INFO if log_requests else logging.WARNING)
+    arguments = engine.arguments()
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        model_name=served_model_name or arguments.get("model", "smollm2-135m"),
+        api_keys=read_api_keys(api_key_file),
+        allow_origins=tuple(allow_origin or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        max_queue=max_queue,
+        max_samples=max_samples,
+        max_body_bytes=max_body_bytes,
+        request_timeout=request_timeout,
+        shutdown_timeout=shutdown_timeout,
+        restart=restart,
+    )
+    run(settings, arguments, lambda url: typer.echo(f"serving {settings.model_name} at {url}"))

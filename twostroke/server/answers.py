@@ -1,0 +1,42 @@
+"""Parts of answers that several endpoints share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from ..request import FinishReason
+from ..text.output import RequestOutput
+
+FINGERPRINT = f"twostroke-{__version__}"
+
+
+def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    """The fields that an answer begins with, equal in all its pieces."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens in and out, over all prompts."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(output.token_ids) for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in outputs)},
+    }
+
+
+def finish(reason: FinishReason | None) -> str | None:
+    """A finish reason as OpenAI's API has it. Requests that were cut short have none: an error follows."""
+    return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None

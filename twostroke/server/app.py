@@ -1,0 +1,65 @@
+"""The application: endpoints, their order of checks, and how errors are worded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from .. import __version__
+from .auth import require_key
+from .chat import ChatRequest, add_chat
+from .completions import CompletionRequest, add_completions
+from .connection import ClientGone
+from .http_errors import ApiError, on_any_error, on_api_error, on_http_error
+from .info import add_info, add_probes
+from .request_log import HEADER, RequestLog
+from .responses import ResponsesRequest, add_responses
+from .service import Service
+from .tokens import DetokenizeRequest, TokenizeRequest, add_tokens
+
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def create_app(service: Service) -> FastAPI:
+    """Return the ASGI application that serves `service`."""
+    # NOTE: the pages that FastAPI shows its description with load scripts from elsewhere, so there are none.
+    app = FastAPI(title="twostroke", version=__version__, docs_url=None, redoc_url=None)
+    open_to_all = APIRouter()
+    add_probes(open_to_all, service)
+    with_key = APIRouter(dependencies=[Depends(require_key(service.settings.api_keys))])
+    for add in (add_chat, add_completions, add_responses, add_tokens, add_info):
+        add(with_key, service)
+    app.include_router(open_to_all)
+    app.include_router(with_key)
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_any_error)
+    if service.settings.allow_origins:
+        origins = list(service.settings.allow_origins)
+        headers: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **headers)
+    app.add_middleware(RequestLog)
+    description = _describe(app)
+    app.openapi = lambda: description  # type: ignore[method-assign]
+    return app
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI description, with the bodies that the endpoints read by themselves."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    template = "#/components/schemas/{model}"
+    _, models = models_json_schema([(body, "validation") for body in BODIES], ref_template=template)
+    schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
+    return schema
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody gets this response; the log shows its status."""
+    return Response(status_code=499)

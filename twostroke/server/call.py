@@ -1,0 +1,107 @@
+"""A call: the requests to the engine that one HTTP request makes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from ..errors import EngineClosed, EngineDead
+from ..request import FinishReason
+from ..text.handle import Handle
+from ..text.output import Delta, RequestOutput
+from .http_errors import ApiError
+
+
+class Call:
+    """Handles that live and end together. Used in one asyncio loop.
+
+    Args:
+        handles: of the prompts, in their order; they have started.
+        seconds: how long they may take; None is for ever.
+        on_end: called once, when the call is over.
+    """
+
+    def __init__(self, handles: Sequence[Handle], seconds: float | None, on_end: Callable[[Call], None]) -> None:
+        self.handles = handles
+        self._on_end: Callable[[Call], None] | None = on_end
+        self._cause = ApiError(503, "the request was cancelled")
+        self._timer: asyncio.TimerHandle | None = None
+        if seconds is not None:
+            late = ApiError(504, f"the request took longer than {seconds:g} s", code="timeout")
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel, late)
+
+    def cancel(self, cause: ApiError) -> None:
+        """End the requests that run; whoever waits for them gets what there is, then `cause`."""
+        self._cause = cause
+        for handle in self.handles:
+            handle.cancel()
+
+    def end(self) -> None:
+        """The HTTP request is over, in whatever way; what still runs is cancelled."""
+        for handle in self.handles:
+            handle.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Wait for all outputs.
+
+        Raises:
+            ApiError: one did not end well.
+        """
+        try:
+            outputs = [await handle for handle in self.handles]
+        except (EngineDead, EngineClosed) as error:
+            raise _engine_gone() from error
+        for output in outputs:
+            self._check(output.finish_reason)
+        return outputs
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield the deltas as they come, each with the place of its prompt.
+
+        Raises:
+            ApiError: one did not end well; all of its deltas were yielded before.
+        """
+        try:
+            async for place, delta in _merged(self.handles):
+                yield place, delta
+                self._check(delta.finish_reason)
+        except (EngineDead, EngineClosed) as error:
+            raise _engine_gone() from error
+
+    def _check(self, reason: FinishReason | None) -> None:
+        if reason is FinishReason.CANCELLED:
+            raise self._cause
+        if reason is FinishReason.ERROR:
+            raise ApiError(500, "the model gave no valid token")
+
+
+def _engine_gone() -> ApiError:
+    return ApiError(500, "the engine stopped before the request had ended", code="engine_stopped")
+
+
+async def _merged(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Delta]]:
+    if len(handles) == 1:
+        async for delta in handles[0]:
+            yield 0, delta
+        return
+    iterations = [aiter(handle) for handle in handles]
+    tasks = {asyncio.ensure_future(each.__anext__()): place for place, each in enumerate(iterations)}
+    try:
+        while tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                place = tasks.pop(task)
+                try:
+                    delta = task.result()
+                except StopAsyncIteration:
+                    continue
+                tasks[asyncio.ensure_future(iterations[place].__anext__())] = place
+                yield place, delta
+    finally:
+        for task in tasks:
+            task.cancel()

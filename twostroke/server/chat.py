@@ -1,0 +1,122 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..sampling_params import SamplingParams
+from ..text.output import Delta, RequestOutput
+from .answers import finish, head, usage
+from .call import Call
+from .connection import read_body
+from .event_stream import DONE, event
+from .fields import StreamingFields
+from .generation import respond
+from .http_errors import ApiError, refusals
+from .schema import Strict, request_body, sampling_params, unsupported
+from .service import Service
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+_MessageUnsupported = unsupported(refusal=(), annotations=([],), audio=(), function_call=(), tool_calls=([],))
+
+
+class Message(_MessageUnsupported, Strict):  # type: ignore[misc, valid-type]
+    """A message of a chat. `developer` is another word for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({} if self.name is None else {"name": self.name})
+
+
+_Unsupported = unsupported(
+    logprobs=(False,),
+    top_logprobs=(0,),
+    audio=(),
+    function_call=("none", "auto"),
+    functions=([],),
+    modalities=(["text"],),
+    parallel_tool_calls=(True, False),
+    prediction=(),
+    reasoning_effort=("none",),
+    response_format=({"type": "text"},),
+    tool_choice=("none", "auto"),
+    tools=([],),
+    verbosity=("medium",),
+    web_search_options=(),
+)
+
+
+class ChatRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-type]
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+
+    def params(self) -> SamplingParams:
+        """The sampling parameters; without a limit the answer may fill the context."""
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens and max_completion_tokens are the same: give one", param="max_tokens")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return sampling_params(self, max_tokens=limit)
+
+
+class ChatAnswer:
+    """A chat completion, of which each choice is one sample."""
+
+    def __init__(self, body: ChatRequest, model: str) -> None:
+        self._body = body
+        self._model = model
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = [self._choice(place, output) for place, output in enumerate(outputs)]
+        return head("chatcmpl", "chat.completion", self._model) | {"choices": choices, "usage": usage(outputs)}
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text or "", "refusal": None}
+        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish(output.finish_reason)}
+        return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
+
+    async def events(self, call: Call) -> AsyncIterator[bytes]:
+        shared = head("chatcmpl", "chat.completion.chunk", self._model)
+        if self._body.include_usage:
+            shared["usage"] = None
+        opening = {"role": "assistant", "content": "", "refusal": None}
+        for place in range(len(call.handles)):
+            choice = {"index": place, "delta": opening, "logprobs": None, "finish_reason": None}
+            yield event(shared | {"choices": [choice]})
+        async for place, delta in call.deltas():
+            yield event(shared | {"choices": [self._piece(place, delta)]})
+        if self._body.include_usage:
+            yield event(shared | {"choices": [], "usage": usage(await call.outputs())})
+        yield DONE
+
+    def _piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        content = {"content": delta.text} if delta.text else {}
+        piece = {"index": index, "delta": content, "logprobs": None, "finish_reason": finish(delta.finish_reason)}
+        return piece | ({"token_ids": delta.token_ids} if self._body.return_token_ids else {})
+
+
+def add_chat(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        body.check_stream_options()
+        with refusals(max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"):
+            prompt = await service.encode_chat([message.for_template() for message in body.messages])
+            call = service.start([prompt], [body.params()])
+        return await respond(request, call, ChatAnswer(body, service.settings.model_name), stream=bool(body.stream))

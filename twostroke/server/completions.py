@@ -1,0 +1,106 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..sampling_params import SamplingParams
+from ..text.output import Delta, RequestOutput
+from .answers import finish, head, usage
+from .call import Call
+from .connection import read_body
+from .event_stream import DONE, event
+from .fields import StreamingFields
+from .generation import respond
+from .http_errors import ApiError, refusals
+from .schema import WireInt, request_body, sampling_params, unsupported
+from .service import Service
+
+DEFAULT_MAX_TOKENS = 16
+"""As in OpenAI's API."""
+
+
+_Unsupported = unsupported(logprobs=(), suffix=("",))
+
+
+class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-type]
+    """`prompt`: one or more, as text or as token ids."""
+
+    prompt: str | list[str] | list[WireInt] | list[list[WireInt]]
+    echo: bool | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(
+                400, "prompt=[] is empty: at least one token is needed", param="prompt", code="invalid_value"
+            )
+        first = self.prompt[0]
+        return [self.prompt] if isinstance(first, int) else self.prompt  # type: ignore[return-value]
+
+    def params(self) -> SamplingParams:
+        return sampling_params(self, max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
+
+
+class CompletionAnswer:
+    """A completion, of which each choice is one sample.
+
+    Args:
+        echoes: with `echo`, the texts of the prompts, which their choices begin with.
+    """
+
+    def __init__(self, body: CompletionRequest, model: str, echoes: Sequence[str] | None) -> None:
+        self._body = body
+        self._model = model
+        self._echoes = echoes
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = [
+            self._choice(place, self._echo(place) + (output.text or ""), output.token_ids, finish(output.finish_reason))
+            for place, output in enumerate(outputs)
+        ]
+        return head("cmpl", "text_completion", self._model) | {"choices": choices, "usage": usage(outputs)}
+
+    async def events(self, call: Call) -> AsyncIterator[bytes]:
+        shared = head("cmpl", "text_completion", self._model)
+        if self._body.include_usage:
+            shared["usage"] = None
+        if self._echoes is not None:
+            for place in range(len(call.handles)):
+                yield event(shared | {"choices": [self._choice(place, self._echo(place), [], None)]})
+        async for place, delta in call.deltas():
+            yield event(shared | {"choices": [self._piece(place, delta)]})
+        if self._body.include_usage:
+            yield event(shared | {"choices": [], "usage": usage(await call.outputs())})
+        yield DONE
+
+    def _echo(self, place: int) -> str:
+        return "" if self._echoes is None else self._echoes[place]
+
+    def _piece(self, place: int, delta: Delta) -> dict[str, Any]:
+        return self._choice(place, delta.text, delta.token_ids, finish(delta.finish_reason))
+
+    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        return choice | ({"token_ids": token_ids} if self._body.return_token_ids else {})
+
+
+def add_completions(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue one or more prompts."""
+        body = await read_body(request, CompletionRequest, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        body.check_stream_options()
+        prompts = body.prompts()
+        with refusals():
+            ids = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            echoes = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in prompts] if body.echo else None
+            call = service.start(ids, [body.params()] * len(ids))
+        answer = CompletionAnswer(body, service.settings.model_name, echoes)
+        return await respond(request, call, answer, stream=bool(body.stream))

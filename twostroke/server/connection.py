@@ -1,0 +1,64 @@
+"""The client's side of an HTTP request: its body, and whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from .http_errors import ApiError, from_validation_error
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class ClientGone(Exception):
+    """The client has hung up; nobody waits for the answer."""
+
+
+async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
+    """Return a request's body, checked.
+
+    Raises:
+        ApiError: it is larger than `limit` bytes, no JSON, or not what `kind` says.
+    """
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    # NOTE: a web page can make a browser post other types here without asking, but not this one.
+    if media_type != "application/json":
+        raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            message = f"the body is larger than {limit} bytes"
+            raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise from_validation_error(error) from error
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do `work`; it is cancelled when the client hangs up.
+
+    Raises:
+        ClientGone: it has.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

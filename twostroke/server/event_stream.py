@@ -1,0 +1,62 @@
+"""Server-sent events: an answer in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .call import Call
+from .connection import ClientGone, while_connected
+from .http_errors import ApiError
+
+
+def event(body: Any, name: str | None = None) -> bytes:
+    """Return one event, whose data is `body` as JSON."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come, and ends the call with the stream, in whatever way that ends.
+
+    A client that reads slowly holds up its own stream alone: what comes meanwhile is merged by its handles.
+
+    Args:
+        call: what the events are made of.
+        events: may raise ApiError, which becomes the last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, call: Call, events: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._call = call
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(Request(scope, receive), self._send_all(send))
+        except ClientGone:
+            pass
+        finally:
+            self._call.end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                async for piece in events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except ApiError as error:
+            await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,44 @@
+"""Fields that several endpoints share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .http_errors import ApiError
+from .schema import SamplingFields, unsupported
+
+_Unsupported = unsupported(prompt_cache_retention=(), metadata=({},), store=(False,))
+
+
+class GenerationFields(_Unsupported, SamplingFields):  # type: ignore[misc, valid-type]
+    """What every request for text may hold.
+
+    `user`, `safety_identifier` and `prompt_cache_key` are labels: they may be given, and change no token.
+
+    Attributes:
+        return_token_ids: choices also hold their token ids.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    return_token_ids: bool | None = None
+
+
+class StreamOptions(unsupported(include_obfuscation=(False,))):  # type: ignore[misc]
+    include_usage: bool | None = None
+
+
+class StreamingFields(GenerationFields):
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for stream=true alone", param="stream_options")

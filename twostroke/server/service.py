@@ -1,0 +1,126 @@
+"""The service: what the endpoints share. It admits calls, counts them, and ends them at shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ..errors import EngineClosed, EngineDead
+from ..prompts import Prompt
+from ..sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .call import Call
+from .http_errors import ApiError
+from .remote_engine import RemoteEngine
+from .settings import ServerSettings
+from .supervisor import Supervisor
+
+_LONG_TEXT = 1 << 14
+"""Characters from which on a text is encoded in a thread, so that other clients do not wait for it."""
+
+
+class Service:
+    """Admission and the life of calls. Used in one asyncio loop."""
+
+    def __init__(self, supervisor: Supervisor, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._supervisor = supervisor
+        self._calls: dict[Call, int] = {}
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is an engine."""
+        return self._supervisor.engine is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are admitted."""
+        return self.alive and not self._draining
+
+    @property
+    def engine(self) -> RemoteEngine:
+        """The engine.
+
+        Raises:
+            ApiError: there is none, or no more work is taken.
+        """
+        engine = self._supervisor.engine
+        if self._draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if engine is None:
+            raise ApiError(503, "the engine is not running", code="engine_stopped", headers={"Retry-After": "5"})
+        return engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ApiError: it has none.
+        """
+        if (tokenizer := self.engine.tokenizer) is None:
+            raise ApiError(400, "this model has no tokenizer: only token ids can be given", code="no_tokenizer")
+        return tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError unless `name` is that of the model; None is."""
+        if name is not None and name != self.settings.model_name:
+            message = f"the model {name!r} does not exist here; there is {self.settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        encode = self.tokenizer.encode
+        if len(text) < _LONG_TEXT:
+            return encode(text, special_tokens=special_tokens)
+        return await asyncio.to_thread(encode, text, special_tokens=special_tokens)
+
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the token ids of a chat, ready for the assistant's answer."""
+        encode = self.tokenizer.apply_chat_template
+        if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
+            return encode(messages)
+        return await asyncio.to_thread(encode, messages)
+
+    def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Call:
+        """Start a call; whoever gets it must `end` it.
+
+        Args:
+            prompts: one or more. params: as many.
+
+        Raises:
+            ApiError: the server is full or shutting down.
+            InvalidRequest: a prompt or a parameter was refused; nothing was started.
+        """
+        engine, settings = self.engine, self.settings
+        count = len(prompts)
+        if count > settings.max_samples:
+            message = f"prompt: {count} samples are asked for, at most {settings.max_samples} are allowed"
+            raise ApiError(400, message, param="prompt", code="too_many_samples")
+        if sum(self._calls.values()) + count > engine.max_rows + settings.max_queue:
+            raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
+        try:
+            handles = engine.start(prompts, params)
+        except (EngineDead, EngineClosed) as error:
+            raise ApiError(503, "the engine is not running", code="engine_stopped") from error
+        call = Call(handles, settings.request_timeout, self._on_end)
+        self._calls[call] = count
+        self._idle.clear()
+        return call
+
+    async def drain(self) -> None:
+        """Admit nothing more; return when all calls are over, those that take too long by being cancelled."""
+        self._draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
+        for call in tuple(self._calls):
+            call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
+
+    def _on_end(self, call: Call) -> None:
+        del self._calls[call]
+        if not self._calls:
+            self._idle.set()

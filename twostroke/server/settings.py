@@ -1,0 +1,83 @@
+"""The server's configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import InvalidConfig, shown
+
+API_KEY_VARIABLE = "TWOSTROKE_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """All settings of the server that are not the engine's. Checked by `validate`.
+
+    Attributes:
+        host, port: where to listen; port 0 is any free one.
+        model_name: what clients call the model.
+        api_keys: any of them opens the API; without one it is open to all who reach it.
+        allow_origins: web origins whose pages may call the API (CORS); `*` is all.
+        ssl_certfile, ssl_keyfile: PEM files, for TLS.
+        max_queue: samples that may wait beyond those that can run; what comes then gets a 429.
+        max_samples: samples of one request, over all of its prompts.
+        max_body_bytes: bytes of a request's body.
+        request_timeout: seconds that a request may take; None is for ever.
+        shutdown_timeout: seconds that requests are given to end after SIGTERM; those left are cancelled.
+        restart: start the engine process again when it has died.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str = "smollm2-135m"
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    allow_origins: tuple[str, ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    max_queue: int = 2048
+    max_samples: int = 128
+    max_body_bytes: int = 8 << 20
+    request_timeout: float | None = None
+    shutdown_timeout: float = 30.0
+    restart: bool = False
+
+    def validate(self) -> None:
+        """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_queue", 0, None),
+            ("max_samples", 1, None),
+            ("max_body_bytes", 1, None),
+            ("shutdown_timeout", 0, None),
+        ):
+            value = getattr(self, name)
+            if not value >= low or (high is not None and value > high):
+                raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'>= {low}'}")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise InvalidConfig(f"request_timeout={shown(self.request_timeout)} must be > 0")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise InvalidConfig("ssl_certfile and ssl_keyfile need each other")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise InvalidConfig(f"{name}={shown(str(path))}: no such file")
+
+
+def read_api_keys(file: Path | None) -> tuple[str, ...]:
+    """Return the keys of a file, one a line, and that of the environment variable TWOSTROKE_API_KEY.
+
+    Raises:
+        InvalidConfig: the file cannot be read, or has no key.
+    """
+    keys = [os.environ[API_KEY_VARIABLE]] if os.environ.get(API_KEY_VARIABLE) else []
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"api_key_file={shown(str(file))} cannot be read: {error}") from error
+        if not any(lines):
+            raise InvalidConfig(f"api_key_file={shown(str(file))} has no key")
+        keys += [line for line in lines if line]
+    return tuple(keys)
