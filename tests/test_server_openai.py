@@ -146,6 +146,40 @@ def test_completions(client, local, prompt, echo, stream):
         assert got.usage.completion_tokens == 12 * len(prompts)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_samples_of_several_prompts(client, local, stream):
+    expected = local.generate(["Once", "The"], params(seed=5, max_tokens=8, n=3))
+    samples = [sample for output in expected for sample in output.outputs]
+    got = client.completions.create(
+        model=MODEL, prompt=["Once", "The"], n=3, seed=5, max_tokens=8, echo=True, stream=stream, extra_body=EXTRA
+    )
+    choices = [choice for chunk in got for choice in chunk.choices] if stream else got.choices
+    assert {choice.index for choice in choices} == set(range(6))
+    for place, sample in enumerate(samples):
+        own = [choice for choice in choices if choice.index == place]
+        assert "".join(choice.text for choice in own) == ["Once", "The"][place // 3] + sample.text
+        assert [token for choice in own for token in choice.token_ids] == sample.token_ids
+    if not stream:
+        assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (2, 48)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_answers_of_a_chat(client, local, stream):
+    """R12, G01."""
+    expected = local.generate(CHAT, params(seed=5, max_tokens=8, n=3))[0].outputs
+    assert len({sample.text for sample in expected}) == 3
+    got = client.chat.completions.create(
+        model=MODEL, messages=CHAT, n=3, seed=5, max_tokens=8, stream=stream, extra_body={"ignore_eos": True}
+    )
+    texts = ["", "", ""]
+    if stream:
+        for choice in (chunk.choices[0] for chunk in got):
+            texts[choice.index] += choice.delta.content or ""
+    else:
+        texts = [choice.message.content for choice in got.choices]
+    assert texts == [sample.text for sample in expected]
+
+
 def test_defaults_are_openais(client):
     """16 tokens for a completion; as many as fit for a chat."""
     body = {"ignore_eos": True}

@@ -69,6 +69,8 @@ BAD_FIELDS = [
     (TEXT, "stop", ["a"] * 65, ""),
     (TEXT, "stop", [None], ""),
     (TEXT, "stop_token_ids", [49152], ""),
+    (TEXT, "n", 0, "G01"),
+    (TEXT, "n", 2**60, "G01"),
     (TEXT, "stream", "yes", ""),
     (TEXT, "echo", 1, ""),
     (TEXT, "temprature", 1, "C24"),
@@ -97,7 +99,7 @@ UNSUPPORTED = [
     *((TEXT, field, value) for field, value in {"suffix": "end", "best_of": 3}.items()),
     *((RESPONSES, field, value) for field, value in {
         "background": True, "include": ["x"], "previous_response_id": "resp_1", "conversation": "c", "prompt": {},
-        "max_tool_calls": 1, "truncation": "auto", "max_tokens": 3,
+        "max_tool_calls": 1, "n": 2, "truncation": "auto", "max_tokens": 3,
     }.items()),
 ]  # fmt: skip
 
@@ -320,6 +322,7 @@ def test_a_model_without_a_tokenizer(tiny):
 def test_limits(tiny):
     assert tiny.post(TEXT, {"prompt": [[3]] * 3, "max_tokens": 1}, **KEY).status == 200
     assert "3" in check(tiny.post(TEXT, {"prompt": [[3]] * 4}, **KEY), "prompt")["message"]
+    assert "8" in check(tiny.post(TEXT, {"prompt": [3], "n": 8}, **KEY), "n")["message"]
     check(tiny.post(TEXT, {"prompt": [3] * 1000}, **KEY), None, 413)
 
 

@@ -26,9 +26,9 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens in and out, over all prompts."""
+    """Tokens in and out: prompts count once, however many samples they have."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(output.token_ids) for output in outputs)
+    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from ..errors import EngineClosed, EngineDead
 from ..request import FinishReason
 from ..text.handle import Handle
-from ..text.output import Delta, RequestOutput
+from ..text.output import Delta, RequestOutput, SampleOutput
 from .http_errors import ApiError
 
 
@@ -16,7 +16,7 @@ class Call:
     """Handles that live and end together. Used in one asyncio loop.
 
     Args:
-        handles: of the prompts, in their order; they have started.
+        handles: of the prompts, in their order, all with the same number of samples; they have started.
         seconds: how long they may take; None is for ever.
         on_end: called once, when the call is over.
     """
@@ -29,6 +29,11 @@ class Call:
         if seconds is not None:
             late = ApiError(504, f"the request took longer than {seconds:g} s", code="timeout")
             self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel, late)
+
+    @property
+    def choices(self) -> int:
+        """Samples of all prompts."""
+        return len(self.handles) * len(self.handles[0].samples)
 
     def cancel(self, cause: ApiError) -> None:
         """End the requests that run; whoever waits for them gets what there is, then `cause`."""
@@ -56,19 +61,19 @@ class Call:
             outputs = [await handle for handle in self.handles]
         except (EngineDead, EngineClosed) as error:
             raise _engine_gone() from error
-        for output in outputs:
-            self._check(output.finish_reason)
+        for sample in samples(outputs):
+            self._check(sample.finish_reason)
         return outputs
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield the deltas as they come, each with the place of its prompt.
+        """Yield the deltas as they come, each with the place of its sample among those of all prompts.
 
         Raises:
             ApiError: one did not end well; all of its deltas were yielded before.
         """
         try:
             async for place, delta in _merged(self.handles):
-                yield place, delta
+                yield place * len(self.handles[0].samples) + delta.index, delta
                 self._check(delta.finish_reason)
         except (EngineDead, EngineClosed) as error:
             raise _engine_gone() from error
@@ -78,6 +83,11 @@ class Call:
             raise self._cause
         if reason is FinishReason.ERROR:
             raise ApiError(500, "the model gave no valid token")
+
+
+def samples(outputs: Sequence[RequestOutput]) -> list[SampleOutput]:
+    """The samples of all prompts, in order: the choices of an answer."""
+    return [sample for output in outputs for sample in output.outputs]
 
 
 def _engine_gone() -> ApiError:

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..sampling_params import SamplingParams
-from ..text.output import Delta, RequestOutput
+from ..text.output import Delta, RequestOutput, SampleOutput
 from .answers import finish, head, usage
-from .call import Call
+from .call import Call, samples
 from .connection import read_body
 from .event_stream import DONE, event
 from .fields import StreamingFields
@@ -81,10 +81,10 @@ class ChatAnswer:
         self._model = model
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        choices = [self._choice(place, output) for place, output in enumerate(outputs)]
+        choices = [self._choice(place, sample) for place, sample in enumerate(samples(outputs))]
         return head("chatcmpl", "chat.completion", self._model) | {"choices": choices, "usage": usage(outputs)}
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: SampleOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text or "", "refusal": None}
         choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish(output.finish_reason)}
         return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
@@ -94,7 +94,7 @@ class ChatAnswer:
         if self._body.include_usage:
             shared["usage"] = None
         opening = {"role": "assistant", "content": "", "refusal": None}
-        for place in range(len(call.handles)):
+        for place in range(call.choices):
             choice = {"index": place, "delta": opening, "logprobs": None, "finish_reason": None}
             yield event(shared | {"choices": [choice]})
         async for place, delta in call.deltas():

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput
 from .answers import finish, head, usage
-from .call import Call
+from .call import Call, samples
 from .connection import read_body
 from .event_stream import DONE, event
 from .fields import StreamingFields
@@ -51,7 +51,7 @@ class CompletionAnswer:
     """A completion, of which each choice is one sample.
 
     Args:
-        echoes: with `echo`, the texts of the prompts, which their choices begin with.
+        echoes: with `echo`, the text that each choice begins with, its prompt's.
     """
 
     def __init__(self, body: CompletionRequest, model: str, echoes: Sequence[str] | None) -> None:
@@ -62,7 +62,7 @@ class CompletionAnswer:
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [
             self._choice(place, self._echo(place) + (output.text or ""), output.token_ids, finish(output.finish_reason))
-            for place, output in enumerate(outputs)
+            for place, output in enumerate(samples(outputs))
         ]
         return head("cmpl", "text_completion", self._model) | {"choices": choices, "usage": usage(outputs)}
 
@@ -71,7 +71,7 @@ class CompletionAnswer:
         if self._body.include_usage:
             shared["usage"] = None
         if self._echoes is not None:
-            for place in range(len(call.handles)):
+            for place in range(call.choices):
                 yield event(shared | {"choices": [self._choice(place, self._echo(place), [], None)]})
         async for place, delta in call.deltas():
             yield event(shared | {"choices": [self._piece(place, delta)]})
@@ -100,7 +100,8 @@ def add_completions(router: APIRouter, service: Service) -> None:
         prompts = body.prompts()
         with refusals():
             ids = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            echoes = [p if isinstance(p, str) else service.tokenizer.decode(p) for p in prompts] if body.echo else None
-            call = service.start(ids, [body.params()] * len(ids))
+            echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
+            params = body.params()
+            call = service.start(ids, [params] * len(ids))
         answer = CompletionAnswer(body, service.settings.model_name, echoes)
         return await respond(request, call, answer, stream=bool(body.stream))

@@ -51,6 +51,7 @@ class InputMessage(_MessageUnsupported, Strict):  # type: ignore[misc, valid-typ
 
 _Unsupported = unsupported(
     max_tokens=(),
+    n=(1,),
     background=(False,),
     context_management=([],),
     conversation=(),

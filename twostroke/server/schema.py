@@ -64,9 +64,7 @@ def _sampling_fields() -> Any:
     return create_model("SamplingFields", __base__=_MaybeUnsupported, **known)
 
 
-_MaybeUnsupported = unsupported(
-    best_of=(1,), n=(1,), frequency_penalty=(0, 0.0), presence_penalty=(0, 0.0), logit_bias=({},)
-)
+_MaybeUnsupported = unsupported(best_of=(1,), frequency_penalty=(0, 0.0), presence_penalty=(0, 0.0), logit_bias=({},))
 """OpenAI's parameters that `SamplingParams` may lack."""
 
 SamplingFields = _sampling_fields()

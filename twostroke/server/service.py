@@ -79,6 +79,10 @@ class Service:
             return encode(text, special_tokens=special_tokens)
         return await asyncio.to_thread(encode, text, special_tokens=special_tokens)
 
+    def text(self, prompt: str | list[int]) -> str:
+        """Return the text of a prompt."""
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat, ready for the assistant's answer."""
         encode = self.tokenizer.apply_chat_template
@@ -97,10 +101,11 @@ class Service:
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
         """
         engine, settings = self.engine, self.settings
-        count = len(prompts)
+        count = sum(own.n for own in params)
         if count > settings.max_samples:
-            message = f"prompt: {count} samples are asked for, at most {settings.max_samples} are allowed"
-            raise ApiError(400, message, param="prompt", code="too_many_samples")
+            param = "n" if len(prompts) == 1 else "prompt"
+            message = f"{param}: {count} samples are asked for, at most {settings.max_samples} are allowed"
+            raise ApiError(400, message, param=param, code="too_many_samples")
         if sum(self._calls.values()) + count > engine.max_rows + settings.max_queue:
             raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
         try:
