@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 import torch
 
 from twostroke.device.cpu import CpuDevice
+from twostroke.device.shapes import StepShape
 from twostroke.device.slot import Slot
 from twostroke.device.streams import Device, Event, Stream
 from twostroke.plan import Plan, StepOutput
-from twostroke.runner import Runner, StepShape
+from twostroke.runner import Runner
 
 POISON = -1_234_567_890
 """No token, row, block or offset; as a float a tiny negative number."""

@@ -98,7 +98,7 @@ def make_case(
         slots[spec.group, here] = table[spec.group, row, position // block_size] * block_size + position % block_size
         answer[here] = dense_attention(spec, q[here], keys, values)
         place += count if lane >= len(lengths) else 1
-    offsets = torch.tensor([0] + [count for _, count in chunks]).cumsum(0)
+    offsets = torch.tensor([len(lengths)] + [count for _, count in chunks]).cumsum(0)
     step = StepInputs(
         input_ids=torch.zeros(tokens, dtype=torch.int64),
         positions=torch.zeros(tokens, dtype=torch.int64),

@@ -137,7 +137,7 @@ class Batch:
             lane_lengths=ints([start + 1 for _, start, _ in lanes]),
             chunk_rows=ints([row for row, _, _ in chunks]),
             chunk_starts=ints([start for _, start, _ in chunks]),
-            chunk_offsets=ints([sum(lengths[:i]) for i in range(len(lengths) + 1)]),
+            chunk_offsets=ints([len(lanes) + sum(lengths[:i]) for i in range(len(lengths) + 1)]),
             block_tables=self.tables,
             sample_index=sample_index,
             max_length=max((start + 1 for _, start, _ in lanes), default=0),

@@ -122,6 +122,34 @@ def test_f10_padded_lanes_change_nothing_for_the_others(name, device):
     torch.testing.assert_close(out[:3], alone)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("name", "device"), BACKENDS)
+def test_lanes_and_chunks_that_are_not_in_use_change_nothing_for_the_others(name, device, window):
+    """F10: lanes for which there is room share their places with chunk tokens, and lie in the padding behind them."""
+    spec = LayerSpec(4, 2, 16, 0.25, window)
+    case, num_blocks = make_case(
+        spec, lengths=[6, 0, 9], chunks=[(3, 2), (0, 21)], padding=7, block_size=4, device=device
+    )
+    attention = make_attention(name, device, [spec], num_blocks, 4)
+    case.fill(attention)
+    step = case.step
+
+    def pad(values, count, filler):
+        return torch.cat((values, values.new_full((count,), filler)))
+
+    dummy_row = step.block_tables.shape[1] - 1
+    padded = step._replace(
+        lane_rows=pad(step.lane_rows, 25, dummy_row),
+        lane_lengths=pad(step.lane_lengths, 25, 0),
+        chunk_rows=pad(step.chunk_rows, 6, dummy_row),
+        chunk_starts=pad(step.chunk_starts, 6, 0),
+        chunk_offsets=pad(step.chunk_offsets, 6, int(step.chunk_offsets[-1])),
+    )
+    out = attention.forward(0, case.q, case.k, case.v, padded)
+    assert out.isfinite().all()
+    check(case, out)
+
+
 @pytest.mark.parametrize(("name", "device"), BACKENDS)
 def test_layers_of_several_kinds_share_a_step(name, device):
     """Windows and cache groups differ by layer; what one kind found must not serve the other."""

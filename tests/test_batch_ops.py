@@ -118,9 +118,9 @@ def test_more_deltas_than_one_pass_of_the_kernel(ops):
     assert state.lane_to_row.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
 
 
-def living_state(ops):
+def living_state(ops, groups=1):
     """Rows 1 and 3 decode at positions 5 and 8, row 4 is dead at 6; lanes 0..2 are theirs, lanes 3.. padding."""
-    state = make_state()
+    state = make_state(groups)
     ops.apply_deltas(
         make_words(
             joins=[
@@ -140,7 +140,7 @@ def test_lanes_carry_over_the_last_token_and_dead_or_padded_lanes_touch_only_the
     """F09, F10: padding writes to the dummy block only; A18: a row that is done yields nothing more."""
     state = living_state(ops)
     state.input_ids.fill_(-5)
-    step = ops.prepare(make_words(lane_rows=[1, 3, 4]), state, 4, 0, 0, 4)
+    step = ops.prepare(make_words(lane_rows=[1, 3, 4]), state, 4, 0, 4, 4)
     assert step.input_ids.tolist() == [41, 43, 0, 0]
     assert step.positions.tolist() == [5, 8, 0, 0]
     assert step.cache_slots.tolist() == [[22 * BLOCK + 1, 23 * BLOCK, 0, 0]]
@@ -162,17 +162,50 @@ def test_chunks_bring_their_tokens_and_positions_behind_the_lanes(ops):
     )
     ops.apply_deltas(words, state)
     state.input_ids.fill_(-5)
-    step = ops.prepare(words, state, 2, 2, 5, 3)
+    step = ops.prepare(words, state, 2, 2, 7, 3)
     assert step.input_ids.tolist() == [41, 43, 60, 61, 62, 70, 71]
     assert step.positions.tolist() == [5, 8, 2, 3, 4, 4, 5]
     slots = [22 * BLOCK + 1, 23 * BLOCK, 31 * BLOCK + 2, 31 * BLOCK + 3, 32 * BLOCK, 33 * BLOCK, 33 * BLOCK + 1]
     assert step.cache_slots.tolist() == [slots]
     assert step.chunk_rows.tolist() == [0, 5]
     assert step.chunk_starts.tolist() == [2, 4]
-    assert step.chunk_offsets.tolist() == [0, 3, 5]
+    assert step.chunk_offsets.tolist() == [2, 5, 7]
     assert step.sample_index.tolist() == [0, 1, 6]
     assert state.sample_rows[:3].tolist() == [1, 3, 5]
     assert state.length[[0, 5]].tolist() == [5, 6]
+
+
+def test_a_padded_step_is_the_exact_one_with_the_dummy_row_behind_it(ops):
+    """F09, F10: room for 6 lanes, 5 chunks, 12 tokens and 8 outputs; 2, 2, 7 and 3 are in use."""
+    words = make_words(
+        joins=[dict(row=0), dict(row=5)],
+        blocks=[[0, 0, 0, 31], [0, 0, 1, 32], [0, 5, 1, 33], [1, 5, 1, 34]],
+        lanes=[[2, R]],
+        chunks=[[0, 2, 3, 0], [5, 4, 2, 1]],
+        tokens=[60, 61, 62, 70, 71],
+        lane_rows=[1, 3],
+    )
+    steps = []
+    for sizes in ((2, 2, 7, 3), (6, 5, 12, 8)):
+        state = living_state(ops, groups=2)
+        ops.apply_deltas(words, state)
+        for name in ("input_ids", "positions", "cache_slots", "lane_lengths", "sample_index", "sample_rows"):
+            getattr(state, name).fill_(-5)
+        steps.append((ops.prepare(words, state, *sizes), state))
+    (exact, before), (padded, after) = steps
+    for name in ("input_ids", "positions", "cache_slots"):
+        used, padding = getattr(padded, name)[..., :7], getattr(padded, name)[..., 7:]
+        assert torch.equal(used, getattr(exact, name)), name
+        assert padding.shape[-1] == 5
+        assert not padding.any(), name
+    assert padded.lane_rows.tolist() == [1, 3, R, R, R, R]
+    assert padded.lane_lengths.tolist() == [6, 9, 0, 0, 0, 0]
+    assert padded.chunk_rows.tolist() == [0, 5, R, R, R]
+    assert padded.chunk_starts.tolist() == [2, 4, 0, 0, 0]
+    assert padded.chunk_offsets.tolist() == [2, 5, 7, 7, 7, 7]
+    assert padded.sample_index.tolist() == [0, 1, 6, 0, 0, 0, 0, 0]
+    assert after.sample_rows[:8].tolist() == [1, 3, 5, R, R, R, R, R]
+    assert torch.equal(before.length, after.length)
 
 
 def test_advance_tells_tokens_stops_lengths_errors_and_the_dead_apart(ops):
@@ -204,7 +237,8 @@ def test_advance_tells_tokens_stops_lengths_errors_and_the_dead_apart(ops):
 def test_triton_equals_torch_on_random_steps():
     rng = np.random.default_rng(0)
     states = {name: (make_ops(name), make_state(groups=2)) for name in ("torch", "triton")}
-    for _ in range(20):
+    for turn in range(20):
+        sizes = (3, 2, 14, 4) if turn % 2 else (6, 4, 40, 8)
         rows = rng.permutation(R)
         joins = [
             dict(row=row, length=rng.integers(0, 20), last_token=rng.integers(0, 99), done=rng.integers(0, 2))
@@ -219,10 +253,10 @@ def test_triton_equals_torch_on_random_steps():
         picks = torch.from_numpy(rng.integers(0, 99, LANES)).int()
         for ops, state in states.values():
             ops.apply_deltas(words, state)
-            step = ops.prepare(words, state, 3, 2, 11, 4)
+            step = ops.prepare(words, state, *sizes)
             state.tokens.copy_(picks)
             output = torch.zeros(LANES, 2, dtype=torch.int32)
-            ops.advance(state, 4, output)
+            ops.advance(state, sizes[3], output)
             outputs.append([*step[:-2], output])
         for a, b in zip(*outputs, strict=True):
             assert torch.equal(a, b)

@@ -102,7 +102,7 @@ def make_step(model, lanes, chunks, sample_index=None):
     for row, first, tokens in chunks:
         places += [(row, first + offset, token) for offset, token in enumerate(tokens)]
     slots = [[int(table[row, p // BLOCK]) * BLOCK + p % BLOCK for row, p, _ in places] for table in tables]
-    ends = torch.tensor([0] + [len(tokens) for _, _, tokens in chunks]).cumsum(0)
+    ends = torch.tensor([len(lanes)] + [len(tokens) for _, _, tokens in chunks]).cumsum(0)
     return StepInputs(
         input_ids=torch.tensor([token for _, _, token in places]),
         positions=torch.tensor([position for _, position, _ in places]),

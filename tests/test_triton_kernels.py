@@ -76,11 +76,13 @@ def test_cache_write_touches_its_slots_and_nothing_else(kv_heads, head_dim, bloc
     slots = torch.randperm(6 * block_size)[:5]
     keys, values = torch.full((2, 6, kv_heads, block_size, head_dim), NAN)
     expected_keys, expected_values = keys.clone(), values.clone()
-    for token, slot in enumerate(slots.tolist()):
+    first = 2
+    for token, slot in list(enumerate(slots.tolist()))[first:]:
         expected_keys[slot // block_size, :, slot % block_size] = k[token]
         expected_values[slot // block_size, :, slot % block_size] = v[token]
     keys, values = keys.to(DEVICE), values.to(DEVICE)
-    cache_write(k.to(DEVICE), v.to(DEVICE), keys, values, slots.to(DEVICE))
+    from_first = torch.tensor([first], dtype=torch.int32, device=DEVICE)
+    cache_write(k.to(DEVICE), v.to(DEVICE), keys, values, slots.to(DEVICE), from_first)
     torch.testing.assert_close(keys.cpu(), expected_keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(values.cpu(), expected_values, rtol=0, atol=0, equal_nan=True)
 
@@ -89,7 +91,8 @@ def filled_cache(spec, case, num_blocks, block_size):
     """Keys and values of a cache that holds the past and the step's own tokens; every other place is NaN."""
     cache = TorchAttention([spec], num_blocks, block_size, torch.float32, torch.device(DEVICE))
     case.fill(cache)
-    cache_write(case.k, case.v, cache.keys[0], cache.values[0], case.step.cache_slots[spec.group])
+    everything = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    cache_write(case.k, case.v, cache.keys[0], cache.values[0], case.step.cache_slots[spec.group], everything)
     return cache.keys[0], cache.values[0]
 
 

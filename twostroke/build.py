@@ -13,11 +13,11 @@ import torch
 from .attention.interface import Attention
 from .config import EngineConfig
 from .device.batch_state import BatchState
-from .device.buckets import Buckets
 from .device.cpu import CpuDevice
 from .device.layout import input_capacity
 from .device.memory import available_bytes, free_bytes, used_bytes
-from .device.slot import Slot
+from .device.shapes import ExactShapes, PaddedShapes
+from .device.slot import Slot, StepBuffers
 from .device.streams import Device
 from .errors import InvalidConfig
 from .kernels.batch import TorchBatchOps
@@ -26,7 +26,7 @@ from .model.interface import Model
 from .model.load import LoadedModel, load_model
 from .plan import ROW_RECORD, Plan
 from .request import Limits
-from .runner import BatchOps, Runner
+from .runner import MAX_PROMPT_GRAPHS, BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.state import SamplingState
 from .scheduler.policy import make_policy
@@ -35,6 +35,9 @@ from .scheduler.step_costs import StepCosts
 from .text.tokenizer import Tokenizer, find_tokenizer
 
 _PROFILE_STEP = 0
+
+_GRAPH_BYTES = 4 << 20
+"""Device memory that a captured graph takes beside the pool, at most: its nodes with their parameters."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,12 @@ class _Builder:
         longest = self._longest(model)
         state = self._make_state(model, longest)
         forward = Forward(model, self._make_attention(model, 1))
-        buckets = Buckets.padded(self.max_lanes) if self.on_cuda else Buckets.exact(self.max_lanes)
+        padded = PaddedShapes(self.max_lanes, config.max_rows, config.max_step_tokens)
+        shapes = padded if self.on_cuda else ExactShapes()
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
-        runner = Runner(device, state, self._make_ops(), forward, [], partial(_sample, sampling), buckets)
-        slots = [self._make_slot(self._num_groups(model), longest) for _ in range(config.slots)]
+        runner = Runner(device, state, self._make_ops(), forward, [], partial(_sample, sampling), shapes)
+        input_words = self._input_words(model, longest)
+        slots = [Slot(device, input_words, self.max_lanes) for _ in range(config.slots)]
         # NOTE: allocated before the cache is sized, and before capture, since graphs write to it.
         wide_logits = torch.empty((self.max_lanes, model.vocab_size) if self.on_cuda else 0, device=device.torch_device)
         device.synchronize()
@@ -176,7 +181,7 @@ class _Builder:
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
-        graphs = self._capture(runner, slots, wide_logits) if self.on_cuda and config.graphs else 0
+        graphs = self._capture(runner, padded, slots, wide_logits) if self.on_cuda and config.graphs else 0
         usable = num_blocks - 1
         # NOTE: the last token of a sample needs no position in the cache.
         max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
@@ -254,16 +259,15 @@ class _Builder:
 
         return TritonAttention(*arguments, max_lanes=self.max_lanes)
 
-    def _make_slot(self, num_groups: int, longest: int) -> Slot:
+    def _input_words(self, model: Model, longest: int) -> int:
         config = self.config
-        words = input_capacity(
+        return input_capacity(
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
             max_model_len=longest,
             block_size=config.block_size,
-            num_groups=num_groups,
+            num_groups=self._num_groups(model),
         )
-        return Slot(self.device, words, self.max_lanes)
 
     def _make_scheduler(self, model: Model, num_blocks: int, max_model_len: int) -> Scheduler:
         config = self.config
@@ -308,21 +312,23 @@ class _Builder:
         """Run the largest steps eagerly on the dummy row; return the bytes to keep free for steps and graphs."""
         torch.cuda.reset_peak_memory_stats(self.device.torch_device)
         before = torch.cuda.memory_allocated(self.device.torch_device)
-        prompt = min(self.config.max_step_tokens, longest)
-        for lanes, tokens in ((0, prompt), (self.max_lanes, 0)):
-            plan = _dummy_plan(self.config.max_rows, lanes, tokens)
+        config = self.config
+        most = min(config.max_step_tokens, config.max_rows * longest)
+        for lanes in (0, self.max_lanes):
+            plan = _dummy_plan(config.max_rows, lanes, most - lanes, longest)
             runner.launch(plan, slot)
             runner.wait(plan, slot)
         runner.forget_activity()
         peak = torch.cuda.max_memory_allocated(self.device.torch_device) - before
         # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
-        return 2 * peak
+        return 2 * peak + (MAX_PROMPT_GRAPHS * _GRAPH_BYTES if config.graphs else 0)
 
-    def _capture(self, runner: Runner, slots: list[Slot], logits: torch.Tensor) -> int:
+    def _capture(self, runner: Runner, shapes: PaddedShapes, slots: list[Slot], logits: torch.Tensor) -> int:
         from .device.graphs import Graphs
 
         graphs = Graphs(self.device.compute.raw)  # type: ignore[attr-defined]  # a CUDA stream has one
-        runner.capture(graphs, slots, logits)
+        prompts = StepBuffers(self.device, len(slots[0].device_input), self.max_lanes)
+        runner.capture(graphs, shapes.decode.sizes, slots, prompts, logits)
         return len(graphs)
 
 
@@ -332,9 +338,9 @@ def _sample(
     sample(logits, rows, state, tokens, errors)
 
 
-def _dummy_plan(dummy_row: int, lanes: int, tokens: int) -> Plan:
-    """Return a plan of padding only: lanes in no use, or a prompt chunk of the dummy row."""
-    chunks = [[dummy_row, 0, tokens, 1]] if tokens else []
+def _dummy_plan(dummy_row: int, lanes: int, tokens: int, longest: int) -> Plan:
+    """Return a plan of padding only: lanes in no use, and prompt chunks of the dummy row, none above `longest`."""
+    chunks = [[dummy_row, 0, min(longest, tokens - at), 0] for at in range(0, tokens, longest)]
     none = np.zeros(0, np.int32)
     return Plan(
         step=_PROFILE_STEP,

@@ -61,7 +61,7 @@ class TorchAttention(Attention):
         keys, values = self.keys[layer].view(-1, spec.head_dim), self.values[layer].view(-1, spec.head_dim)
         keys.index_copy_(0, places.writes, k.reshape(-1, spec.head_dim))
         values.index_copy_(0, places.writes, v.reshape(-1, spec.head_dim))
-        if step.num_lanes == q.shape[0]:
+        if step.num_lanes == q.shape[0] and not step.num_chunks:
             return _attend_lanes(spec, q, keys, values, places.lanes)
         # One line more than tokens: the queries that only pad a chunk are written there.
         out = q.new_zeros(q.shape[0] + 1, *q.shape[1:])
@@ -152,7 +152,7 @@ def _place_chunk(
     begin, end = step.chunk_offsets[chunk].long(), step.chunk_offsets[chunk + 1].long()
     start = step.chunk_starts[chunk].long()
     index = torch.arange(queries, device=begin.device)
-    tokens = torch.where(index < end - begin, step.num_lanes + begin + index, step.input_ids.shape[0])
+    tokens = torch.where(index < end - begin, begin + index, step.input_ids.shape[0])
     query = (start + index)[:, None]
     last = start + end - begin - 1
     first = torch.zeros_like(start)

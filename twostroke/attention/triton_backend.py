@@ -85,8 +85,9 @@ class TritonAttention(Attention):
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[self._kinds[layer]], out,
                 self._workspace, scale=spec.scale, tiles=self._decode[layer], early=self._early and not starts,
             )  # fmt: skip
-        if q.shape[0] > lanes:
-            self._attend_chunks(layer, q[lanes:], k[lanes:], v[lanes:], rotary, step, out[lanes:])
+        if step.num_chunks or q.shape[0] > lanes:
+            # NOTE: after the lanes, since those that are not in use write zeros where chunk tokens are.
+            self._attend_chunks(layer, q, k, v, rotary, step, out)
         return out
 
     def _start(self, step: StepInputs) -> None:
@@ -112,17 +113,15 @@ class TritonAttention(Attention):
         step: StepInputs,
         out: torch.Tensor,
     ) -> None:
-        """Store the keys and values of the tokens behind the lanes, and attend with their queries."""
+        """Store the keys and values of the tokens from the first chunk on, and attend with their queries."""
         spec, keys, values = self.layers[layer], self.keys[layer], self.values[layer]
-        lanes = step.num_lanes
-        slots = step.cache_slots[spec.group, lanes:]
+        slots, offsets = step.cache_slots[spec.group], step.chunk_offsets
         if rotary is None:
-            cache_write(k, v, keys, values, slots)
+            cache_write(k, v, keys, values, slots, offsets)
         else:
-            rotary = rotary._replace(cos=rotary.cos[lanes:], sin=rotary.sin[lanes:])
-            rotate_and_write(q, k, v, *rotary, keys, values, slots)
+            rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets)
         prefill_attention(
-            q, keys, values, step.block_tables[spec.group], step.chunk_rows, step.chunk_starts, step.chunk_offsets, out,
+            q, keys, values, step.block_tables[spec.group], step.chunk_rows, step.chunk_starts, offsets, out,
             scale=spec.scale, window=spec.window, tiles=self._prefill[layer],
         )  # fmt: skip
 

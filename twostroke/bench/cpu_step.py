@@ -28,16 +28,16 @@ import numpy as np
 import torch
 
 from ..device.batch_state import BatchState
-from ..device.buckets import Buckets
 from ..device.cpu import CpuDevice
 from ..device.layout import input_capacity
-from ..device.slot import Slot
+from ..device.shapes import ExactShapes, StepShape
+from ..device.slot import Slot, StepBuffers
 from ..errors import EngineClosed, TwostrokeError
 from ..inbox import Inbox
 from ..lifecycle import LOOPS
 from ..plan import Flag, Plan, StepOutput
 from ..request import Limits, Request, Sample
-from ..runner import Runner, StepShape
+from ..runner import Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.committed import Committed
 from ..scheduler.scheduler import Scheduler
@@ -305,7 +305,7 @@ class TimedRunner(Runner):
         self.watch.add("reading", plan.step, began)
         return output
 
-    def step(self, shape: StepShape, slot: Slot) -> None:
+    def step(self, shape: StepShape, buffers: StepBuffers) -> None:
         """The device's work: none."""
 
 
@@ -318,7 +318,7 @@ def _make_runner(case: Case, watch: Watch, device: CpuDevice) -> Runner:
         table_width=1,
         block_size=BLOCK_SIZE,
     )
-    runner = TimedRunner(device, state, _NOTHING, _NOTHING, (), _NOTHING, Buckets.exact(case.rows))
+    runner = TimedRunner(device, state, _NOTHING, _NOTHING, (), _NOTHING, ExactShapes())
     runner.watch = watch
     return runner
 

@@ -9,7 +9,31 @@ from .layout import pack
 from .streams import Device
 
 
-class Slot:
+class StepBuffers:
+    """What a step reads and writes on the device.
+
+    On their own they are where steps run that share one captured graph whatever their slot: the compute stream brings
+    the slot's input here, and takes the output back.
+
+    Attributes:
+        device_input: int32 [input words].
+        device_output: int32 [max sampled, 2]: token, flags.
+    """
+
+    def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
+        self.device_input = device.buffer(input_words)
+        self.device_output = device.buffer(max_outputs, 2)
+
+    def take_input(self, slot: Slot) -> None:
+        """Copy the words in use of a slot's input."""
+        self.device_input[: slot.words].copy_(slot.device_input[: slot.words], non_blocking=True)
+
+    def give_output(self, slot: Slot) -> None:
+        """Copy the outputs of the slot's step into it."""
+        slot.device_output[: slot.outputs].copy_(self.device_output[: slot.outputs], non_blocking=True)
+
+
+class Slot(StepBuffers):
     """One of two (or more) sets of buffers through which steps go to the device and back.
 
         fill        h2d copy        compute            d2h copy        read
@@ -20,16 +44,14 @@ class Slot:
     written by the h2d stream alone, and only after the step that read it last is committed.
 
     Attributes:
-        host_input, device_input: int32 [input words].
-        device_output, host_output: int32 [max sampled, 2]: token, flags.
+        host_input, host_output: as `device_input` and `device_output`.
         words: words of the input in use.
         outputs: sampled positions of the step in flight.
     """
 
     def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
+        super().__init__(device, input_words, max_outputs)
         self.host_input = device.host_buffer(input_words)
-        self.device_input = device.buffer(input_words)
-        self.device_output = device.buffer(max_outputs, 2)
         self.host_output = device.host_buffer(max_outputs, 2)
         self.h2d_done = device.event()
         self.compute_done = device.event()

@@ -53,12 +53,14 @@ class BatchOps(Protocol):
         """Write the joins, block and lane deltas of a slot's input (`words`, int32) into the batch."""
 
     def prepare(
-        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, prompt_tokens: int, sampled: int
+        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, tokens: int, sampled: int
     ) -> StepInputs:
         """Make the inputs of the step, and count its positions as launched.
 
         Input ids start from the placeholder 0; prompt tokens come from `words`; carry-over adds the last token of the
-        row behind each living lane. `lanes` includes padding; `sampled` counts all sampled positions.
+        row behind each living lane. All sizes include padding, without chunks `tokens` and `sampled` equal `lanes`; how
+        many lanes, chunks and tokens are in use stands in `words`. Padding writes to the dummy block, at position 0;
+        sampled positions behind those in use belong to the dummy row.
         """
         ...
 
@@ -66,14 +68,13 @@ class BatchOps(Protocol):
         """Take the sampler's tokens into the row state, and write (token, flags) to `output` [>= sampled, 2]."""
 
 
-def view_inputs(batch: Batch, lanes: int, chunks: int, prompt_tokens: int, sampled: int, **bounds: int) -> StepInputs:
+def view_inputs(batch: Batch, lanes: int, chunks: int, tokens: int, sampled: int, **bounds: int) -> StepInputs:
     """Return the step's inputs as views of the batch's working buffers."""
-    total = lanes + prompt_tokens
     return StepInputs(
-        input_ids=batch.input_ids[:total],
-        positions=batch.positions[:total],
-        cache_slots=batch.cache_slots[:, :total],
-        lane_rows=batch.sample_rows[:lanes],
+        input_ids=batch.input_ids[:tokens],
+        positions=batch.positions[:tokens],
+        cache_slots=batch.cache_slots[:, :tokens],
+        lane_rows=batch.lane_to_row[:lanes],
         lane_lengths=batch.lane_lengths[:lanes],
         chunk_rows=batch.chunk_rows[:chunks],
         chunk_starts=batch.chunk_starts[:chunks],
@@ -100,12 +101,12 @@ class TorchBatchOps:
             batch.lane_to_row[deltas[:, 0].long()] = deltas[:, 1]
 
     def prepare(
-        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, prompt_tokens: int, sampled: int
+        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, tokens: int, sampled: int
     ) -> StepInputs:
-        batch.input_ids[: lanes + prompt_tokens] = 0
+        batch.input_ids[:tokens] = 0
         longest = self._prepare_lanes(batch, lanes) if lanes else 0
-        longest_chunk = self._prepare_chunks(words, batch, lanes, chunks) if chunks else 0
-        return view_inputs(batch, lanes, chunks, prompt_tokens, sampled, max_length=longest, max_chunk=longest_chunk)
+        longest_chunk = self._prepare_chunks(words, batch, chunks, tokens, sampled) if chunks else 0
+        return view_inputs(batch, lanes, chunks, tokens, sampled, max_length=longest, max_chunk=longest_chunk)
 
     def _prepare_lanes(self, batch: Batch, lanes: int) -> int:
         """Return the longest lane."""
@@ -124,30 +125,40 @@ class TorchBatchOps:
         batch.sample_index[:lanes] = torch.arange(lanes)
         return int(batch.lane_lengths[:lanes].max())
 
-    def _prepare_chunks(self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int) -> int:
+    def _prepare_chunks(self, words: torch.Tensor, batch: Batch, chunks: int, tokens: int, sampled: int) -> int:
         """Return the longest chunk."""
         header = words[:HEADER_WORDS].tolist()
-        table = _section(words, header[CHUNKS_AT], chunks, 4)
-        tokens = words[header[PROMPT_TOKENS_AT] :][: header[NUM_PROMPT_TOKENS]]
-        batch.input_ids[lanes : lanes + len(tokens)] = tokens
-        batch.chunk_rows[:chunks] = table[:, 0]
-        batch.chunk_starts[:chunks] = table[:, 1]
-        at, outputs = 0, lanes
-        batch.chunk_offsets[0] = 0
+        at = outputs = header[NUM_LANES]
+        table = _section(words, header[CHUNKS_AT], header[NUM_CHUNKS], 4)
+        prompts = words[header[PROMPT_TOKENS_AT] :][: header[NUM_PROMPT_TOKENS]]
+        batch.input_ids[at : at + len(prompts)] = prompts
+        batch.chunk_rows[: len(table)] = table[:, 0]
+        batch.chunk_starts[: len(table)] = table[:, 1]
         for chunk, (row, start, count, samples) in enumerate(table.tolist()):
             position = torch.arange(start, start + count)
             block = batch.block_tables[:, row, position // batch.block_size].long()
-            place = slice(lanes + at, lanes + at + count)
+            place = slice(at, at + count)
             batch.positions[place] = position
             batch.cache_slots[:, place] = block * batch.block_size + position % batch.block_size
             batch.length[row] = start + count
+            batch.chunk_offsets[chunk] = at
             at += count
-            batch.chunk_offsets[chunk + 1] = at
             if samples:
-                batch.sample_index[outputs] = lanes + at - 1
+                batch.sample_index[outputs] = at - 1
                 batch.sample_rows[outputs] = row
                 outputs += 1
+        self._pad(batch, slice(len(table), chunks), slice(at, tokens), slice(outputs, sampled))
         return int(table[:, 2].max())
+
+    def _pad(self, batch: Batch, chunks: slice, tokens: slice, sampled: slice) -> None:
+        batch.chunk_rows[chunks] = batch.max_rows
+        batch.chunk_starts[chunks] = 0
+        batch.chunk_offsets[chunks.start : chunks.stop + 1] = tokens.start
+        batch.input_ids[tokens] = 0
+        batch.positions[tokens] = 0
+        batch.cache_slots[:, tokens] = 0
+        batch.sample_index[sampled] = 0
+        batch.sample_rows[sampled] = batch.max_rows
 
     def advance(self, batch: Batch, sampled: int, output: torch.Tensor) -> None:
         rows = batch.sample_rows[:sampled].long()

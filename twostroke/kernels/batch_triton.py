@@ -15,6 +15,7 @@ from .step import StepInputs
 _PROGRAMS = 8
 _BLOCK = 128
 
+NUM_LANES = tl.constexpr(layout.NUM_LANES)
 NUM_CHUNKS = tl.constexpr(layout.NUM_CHUNKS)
 NUM_JOINS = tl.constexpr(layout.NUM_JOINS)
 NUM_BLOCK_DELTAS = tl.constexpr(layout.NUM_BLOCK_DELTAS)
@@ -113,9 +114,40 @@ def _prepare_lanes(
 
 
 @triton.jit
+def _pad_step(
+    first,
+    first_output,
+    dummy_row,
+    tokens,
+    sampled,
+    input_ids,
+    positions,
+    cache_slots,
+    slots_stride,
+    sample_index,
+    sample_rows,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    for begin in range(first, tokens, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        zero = tl.zeros([BLOCK], tl.int64)
+        tl.store(input_ids + token, zero, mask=token < tokens)
+        tl.store(positions + token, zero, mask=token < tokens)
+        for group in tl.static_range(GROUPS):
+            tl.store(cache_slots + group * slots_stride + token, zero, mask=token < tokens)
+    for begin in range(first_output, sampled, BLOCK):
+        output = begin + tl.arange(0, BLOCK)
+        tl.store(sample_index + output, tl.zeros([BLOCK], tl.int64), mask=output < sampled)
+        tl.store(sample_rows + output, dummy_row, mask=output < sampled)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sampled"])
 def _prepare_chunks(
     words,
-    lanes,
+    dummy_row,
+    num_tokens,
+    num_sampled,
     length,
     tables,
     group_stride,
@@ -134,36 +166,60 @@ def _prepare_chunks(
     CHUNKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One program per chunk that there is room for, and one for the padding behind the tokens and outputs."""
     chunk = tl.program_id(0)
+    last = tl.num_programs(0) - 1
+    num_chunks = tl.load(words + NUM_CHUNKS)
+    lanes = tl.load(words + NUM_LANES)
     table = words + tl.load(words + CHUNKS_AT)
     tokens = words + tl.load(words + PROMPT_TOKENS_AT)
-    earlier = tl.arange(0, CHUNKS_PADDED)
-    at = tl.sum(tl.load(table + 4 * earlier + 2, mask=earlier < chunk, other=0))
-    output = lanes + tl.sum(tl.load(table + 4 * earlier + 3, mask=earlier < chunk, other=0))
-    row = tl.load(table + 4 * chunk)
-    start = tl.load(table + 4 * chunk + 1)
-    count = tl.load(table + 4 * chunk + 2)
-    for first in range(0, count, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        ok = i < count
-        position = start + i
-        place = lanes + at + i
-        token = tl.load(tokens + at + i, mask=ok, other=0)
-        tl.store(input_ids + place, token.to(tl.int64), mask=ok)
-        tl.store(positions + place, position.to(tl.int64), mask=ok)
-        for group in tl.static_range(GROUPS):
-            entry = tables + group * group_stride + row.to(tl.int64) * row_stride + position // block_size
-            block = tl.load(entry, mask=ok, other=0).to(tl.int64)
-            tl.store(cache_slots + group * slots_stride + place, block * block_size + position % block_size, mask=ok)
-    tl.store(length + row, start + count)
-    tl.store(chunk_rows + chunk, row)
-    tl.store(chunk_starts + chunk, start)
-    tl.store(chunk_offsets + chunk, at)
-    if chunk == tl.num_programs(0) - 1:
-        tl.store(chunk_offsets + chunk + 1, at + count)
-    if tl.load(table + 4 * chunk + 3) != 0:
-        tl.store(sample_index + output, (lanes + at + count - 1).to(tl.int64))
-        tl.store(sample_rows + output, row)
+    index = tl.arange(0, CHUNKS_PADDED)
+    earlier = index < tl.minimum(chunk, num_chunks)
+    at = tl.sum(tl.load(table + 4 * index + 2, mask=earlier, other=0))
+    output = lanes + tl.sum(tl.load(table + 4 * index + 3, mask=earlier, other=0))
+    tl.store(chunk_offsets + chunk, lanes + at)
+    if chunk < num_chunks:
+        row = tl.load(table + 4 * chunk)
+        start = tl.load(table + 4 * chunk + 1)
+        count = tl.load(table + 4 * chunk + 2)
+        for first in range(0, count, BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            ok = i < count
+            position = start + i
+            place = lanes + at + i
+            token = tl.load(tokens + at + i, mask=ok, other=0)
+            tl.store(input_ids + place, token.to(tl.int64), mask=ok)
+            tl.store(positions + place, position.to(tl.int64), mask=ok)
+            for group in tl.static_range(GROUPS):
+                entry = tables + group * group_stride + row.to(tl.int64) * row_stride + position // block_size
+                block = tl.load(entry, mask=ok, other=0).to(tl.int64)
+                slot = block * block_size + position % block_size
+                tl.store(cache_slots + group * slots_stride + place, slot, mask=ok)
+        tl.store(length + row, start + count)
+        tl.store(chunk_rows + chunk, row)
+        tl.store(chunk_starts + chunk, start)
+        if tl.load(table + 4 * chunk + 3) != 0:
+            tl.store(sample_index + output, (lanes + at + count - 1).to(tl.int64))
+            tl.store(sample_rows + output, row)
+    elif chunk < last:
+        tl.store(chunk_rows + chunk, dummy_row)
+        tl.store(chunk_starts + chunk, 0)
+    else:
+        _pad_step(
+            lanes + at,
+            output,
+            dummy_row,
+            num_tokens,
+            num_sampled,
+            input_ids,
+            positions,
+            cache_slots,
+            slots_stride,
+            sample_index,
+            sample_rows,
+            GROUPS,
+            BLOCK,
+        )
 
 
 @triton.jit
@@ -224,10 +280,10 @@ class TritonBatchOps:
         )
 
     def prepare(
-        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, prompt_tokens: int, sampled: int
+        self, words: torch.Tensor, batch: Batch, lanes: int, chunks: int, tokens: int, sampled: int
     ) -> StepInputs:
         tables = (batch.block_tables, batch.block_tables.stride(0), batch.block_tables.stride(1))
-        tokens = (batch.input_ids, batch.positions, batch.cache_slots, batch.cache_slots.stride(0))
+        places = (batch.input_ids, batch.positions, batch.cache_slots, batch.cache_slots.stride(0))
         groups = batch.block_tables.shape[0]
         if lanes:
             _prepare_lanes[(triton.cdiv(lanes, _BLOCK),)](
@@ -237,7 +293,7 @@ class TritonBatchOps:
                 batch.length,
                 batch.last_token,
                 *tables,
-                *tokens,
+                *places,
                 batch.lane_lengths,
                 batch.sample_index,
                 batch.sample_rows,
@@ -246,12 +302,14 @@ class TritonBatchOps:
                 BLOCK=_BLOCK,
             )
         if chunks:
-            _prepare_chunks[(chunks,)](
+            _prepare_chunks[(chunks + 1,)](
                 words,
-                lanes,
+                batch.max_rows,
+                tokens,
+                sampled,
                 batch.length,
                 *tables,
-                *tokens,
+                *places,
                 batch.chunk_rows,
                 batch.chunk_starts,
                 batch.chunk_offsets,
@@ -263,7 +321,8 @@ class TritonBatchOps:
                 BLOCK=_BLOCK,
             )
         longest = batch.block_tables.shape[2] * batch.block_size
-        return view_inputs(batch, lanes, chunks, prompt_tokens, sampled, max_length=longest, max_chunk=prompt_tokens)
+        longest_chunk = tokens if chunks else 0
+        return view_inputs(batch, lanes, chunks, tokens, sampled, max_length=longest, max_chunk=longest_chunk)
 
     def advance(self, batch: Batch, sampled: int, output: torch.Tensor) -> None:
         _advance[(triton.cdiv(sampled, _BLOCK),)](

@@ -2,7 +2,8 @@
 
 A tile holds consecutive tokens of one chunk, each with all query heads of one kv head, so that a key is read once for
 the whole group. Which chunk a tile belongs to is found on the device: tile numbers of chunk c begin at
-offset(c) // TOKENS + c, which leaves every chunk room enough whatever the offsets are and bounds the grid by shapes.
+(offset(c) - offset(0)) // TOKENS + c, which leaves every chunk room enough whatever the offsets are and bounds the grid
+by shapes. What a captured grid has too many of ends at once.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -54,14 +55,14 @@ CHUNKS_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
-def _chunk_of_tile(tile, chunk_offsets_ptr, num_chunks, TOKENS: tl.constexpr):
+def _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS: tl.constexpr):
     """Return the last chunk whose tiles begin at or before `tile`; chunk C is the padding behind the chunks."""
     chunk = num_chunks * 0 - 1
     for base in range(0, num_chunks + 1, CHUNKS_AT_ONCE):
         index = base + tl.arange(0, CHUNKS_AT_ONCE)
         inside = index <= num_chunks
         offset = tl.load(chunk_offsets_ptr + index, mask=inside, other=0)
-        chunk += tl.sum((inside & (offset // TOKENS + index <= tile)).to(tl.int32), 0)
+        chunk += tl.sum((inside & ((offset - first) // TOKENS + index <= tile)).to(tl.int32), 0)
     return chunk
 
 
@@ -98,12 +99,13 @@ def prefill_kernel(
     # The last tiles of a chunk see the most positions: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    chunk = _chunk_of_tile(tile, chunk_offsets_ptr, num_chunks, TOKENS)
+    first = tl.load(chunk_offsets_ptr)
+    chunk = _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
     real = chunk < num_chunks
     chunk_begin = tl.load(chunk_offsets_ptr + chunk)
     chunk_end = tl.load(chunk_offsets_ptr + tl.minimum(chunk + 1, num_chunks))
     chunk_end = tl.where(real, chunk_end, num_tokens)
-    tile_token = (tile - chunk_begin // TOKENS - chunk) * TOKENS
+    tile_token = (tile - (chunk_begin - first) // TOKENS - chunk) * TOKENS
     if chunk_begin + tile_token >= chunk_end:
         return
     start = tl.load(chunk_starts_ptr + chunk, mask=real, other=0)
@@ -172,12 +174,12 @@ def prefill_attention(
     """Causal attention of prompt chunks whose own keys and values are in the cache already.
 
     Args:
-        q: [N, heads, head_dim], the tokens behind the lanes; the last dimension is contiguous.
+        q: [T, heads, head_dim]; the last dimension is contiguous.
         keys, values: one layer's cache, [num_blocks, kv_heads, block_size, head_dim], contiguous.
         table: int32 [R + 1, M], the block table of the layer's group.
         chunk_rows, chunk_starts: int32 [C], row and first position of each chunk.
         chunk_offsets: int32 [C + 1], where each chunk begins in q; tokens from the last one on are padding.
-        out: [N, heads, head_dim], contiguous; padding gets zeros.
+        out: [T, heads, head_dim], contiguous, written from the first chunk on; padding gets zeros.
         scale: factor on the scores.
         window: a query sees its own position and the window - 1 before it; 0 is all.
         tiles: see `PrefillTiles`.

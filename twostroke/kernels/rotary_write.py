@@ -26,7 +26,7 @@ def _normed_halves(x_ptrs, weight_ptr, pair, inside, eps, HALF: tl.constexpr, NO
     return a, b
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "first_ptr"])
 def rotate_and_write_kernel(
     q_ptr,
     k_ptr,
@@ -38,6 +38,7 @@ def rotate_and_write_kernel(
     keys_ptr,
     values_ptr,
     slots_ptr,
+    first_ptr,
     eps,
     q_token_stride,
     q_head_stride,
@@ -56,6 +57,8 @@ def rotate_and_write_kernel(
 ):
     """One program per token and `HEADS` heads: tiles of q, then of k with the same heads of v."""
     token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(first_ptr):
+        return
     tile = tl.program_id(1)
     pair = tl.arange(0, HALF_PAD)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -97,6 +100,7 @@ def rotate_and_write(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
+    first: torch.Tensor,
 ) -> None:
     """`ops.rotate_` on q and k, then `cache_write` of k and v; q is changed in place, k is not.
 
@@ -106,6 +110,7 @@ def rotate_and_write(
         q_weight, k_weight: [D] or None, weights of the heads' norms. eps: of these norms.
         keys, values: one layer's cache, [num_blocks, kv_heads, block_size, D], contiguous.
         slots: int64 [T], block * block_size + offset.
+        first: int32 [>= 1]; tokens before first[0] are left alone. It is read on the device.
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, half = k.shape[1], head_dim // 2
@@ -113,7 +118,7 @@ def rotate_and_write(
     heads = min(triton.next_power_of_2(max(q_heads, kv_heads)), max(1, 512 // half_pad))
     rotate_and_write_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))](
         q, k, v, cos, sin, q if q_weight is None else q_weight, k if k_weight is None else k_weight,
-        keys, values, slots, eps,
+        keys, values, slots, first, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HALF=half, HALF_PAD=half_pad, HEADS=heads, BLOCK_SIZE=keys.shape[2],
         Q_NORM=q_weight is not None, K_NORM=k_weight is not None,

@@ -10,8 +10,9 @@ import torch
 class StepInputs(NamedTuple):
     """The device tensors that describe one step to the model and to attention.
 
-    T tokens: first one per lane (L of them, padding included), then those of C prompt chunks. S positions are sampled.
-    Rows are numbered 0 .. R-1; row R is the dummy row.
+    T tokens: first one per lane in use, then those of the prompt chunks, then padding. There are L lanes and C chunks,
+    padding included: lanes that are not in use are dead, and share their places with chunk tokens; a chunk that is not
+    in use has no tokens. S positions are sampled. Rows are numbered 0 .. R-1; row R is the dummy row.
 
     Attributes:
         input_ids: int64 [T].
@@ -22,11 +23,11 @@ class StepInputs(NamedTuple):
         lane_lengths: int32 [L], KV positions that the lane's query sees, its own included; 0 for a dead lane.
         chunk_rows: int32 [C], the row of each chunk.
         chunk_starts: int32 [C], position of the chunk's first token: the KV positions before it.
-        chunk_offsets: int32 [C + 1], where each chunk's tokens begin, counted from the first token behind the lanes.
+        chunk_offsets: int32 [C + 1], the token at which each chunk begins, and at which the padding behind them does.
         block_tables: int32 [G, R + 1, M].
         sample_index: int64 [S], the tokens whose logits are needed; None means all T, in order.
         max_length: an upper bound of lane_lengths on the host, or 0 if it is not known (inside a CUDA graph).
-        max_chunk: the longest chunk in tokens, on the host; 0 without chunks.
+        max_chunk: an upper bound of a chunk's tokens on the host; 0 without chunks.
     """
 
     input_ids: torch.Tensor

@@ -1,0 +1,169 @@
+"""Steps in padded shapes, run eagerly and by graphs, give the tokens of steps in exact shapes."""
+
+from collections import deque
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engines import MODES, running
+
+from twostroke import SamplingParams
+from twostroke.device.graphs import Recurring
+from twostroke.device.shapes import PaddedShapes
+from twostroke.device.slot import StepBuffers
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
+LENGTHS = [1, 3, 16, 17, 34, 50, 2, 40]
+CASES = {
+    "whole": dict(max_rows=5),
+    "chunked": dict(max_rows=8, max_chunk_tokens=5),
+    "preempted": dict(max_rows=8, num_blocks=14),
+    "few tokens a step": dict(max_rows=8, max_step_tokens=9),
+}
+
+
+def make_prompts(lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 320, length).tolist() for length in lengths]
+
+
+class PaperGraphs:
+    """Graphs that hold the work itself; like real ones, they do not run it when it is captured."""
+
+    def __init__(self):
+        self.work = {}
+        self.replays = deque()
+
+    def capture(self, key, work):
+        assert key not in self.work
+        self.work[key] = work
+
+    def replay(self, key):
+        self.replays.append(key)
+        self.work[key]()
+
+    def drop(self, key):
+        del self.work[key]
+
+    def __contains__(self, key):
+        return key in self.work
+
+    def __len__(self):
+        return len(self.work)
+
+
+@contextmanager
+def padded(mode, model="tiny", *, graphs=None, **options):
+    """An engine on the CPU whose steps are padded, and run by `graphs` if there are any."""
+    most = options.get("max_step_tokens", 2048)
+    shapes = PaddedShapes(min(options["max_rows"], most), options["max_rows"], most)
+    with mock.patch("twostroke.build.ExactShapes", return_value=shapes), running(mode, model, **options) as engine:
+        if graphs is not None:
+            use_graphs(engine._parts, graphs, shapes.decode.sizes)
+        yield engine
+
+
+@torch.inference_mode()
+def use_graphs(parts, graphs, decode):
+    words, lanes = len(parts.slots[0].device_input), max(decode)
+    logits = torch.empty(lanes, parts.loaded.model.vocab_size)
+    parts.runner.capture(graphs, decode, parts.slots, StepBuffers(parts.device, words, lanes), logits)
+
+
+def tokens_of(engine, params):
+    outputs = engine.generate(make_prompts(), params)
+    assert all(output.finish_reason == "length" for output in outputs)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with running("sync", max_rows=8) as engine:
+        return {params: tokens_of(engine, params) for params in (GREEDY, SEEDED)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_tokens_are_those_of_exact_shapes(expected, case, mode, with_graphs):
+    graphs = PaperGraphs() if with_graphs else None
+    with padded(mode, graphs=graphs, **CASES[case]) as engine:
+        for params in (SEEDED, GREEDY):
+            assert tokens_of(engine, params) == expected[params]
+        assert (engine.stats().preemptions > 0) == (case == "preempted")
+    if with_graphs:
+        prompts = {key for key in graphs.replays if key[2]}
+        assert prompts, "no step with prompt chunks ran by a graph"
+        assert len({key[0] for key in prompts}) == 1, "they serve all slots"
+
+
+def test_a_shape_is_captured_at_its_second_use_and_accounted_for():
+    graphs = PaperGraphs()
+    with padded("sync", graphs=graphs, max_rows=4, prefix_cache=False) as engine:
+        window = engine._parts.runner.activity.window = deque(maxlen=64)
+        for uses, captured, replayed in ((1, 0, 0), (2, 1, 1), (3, 1, 2)):
+            engine.generate(make_prompts([9]), GREEDY)
+            assert sum(bool(key[2]) for key in graphs.work) == captured, f"after {uses} uses"
+            assert sum(bool(key[2]) for key in graphs.replays) == replayed, f"after {uses} uses"
+    _, second, _ = (times for times in window if times.prompt_tokens)
+    # Here a worker captures, so the launch after that step's has it in its books.
+    (_, ended), *more = (span for times in list(window)[1:] for span in times.captures)
+    assert not more
+    assert ended <= second.compute[0], "the step does not begin before its graph is there"
+
+
+def test_graphs_of_shapes_that_did_not_come_again_are_dropped():
+    graphs = PaperGraphs()
+    recurring = Recurring(graphs, most=2)
+
+    def use(key):
+        if due := recurring.due(key):
+            graphs.capture(key, key)
+        return due
+
+    assert [use(key) for key in "aabb"] == [False, True, False, True]
+    assert [use(key) for key in "ab"] == [False, False]
+    assert set(graphs.work) == {"a", "b"}
+    assert not use("c")
+    assert set(graphs.work) == {"b"}, "the one that was used longest ago goes"
+    assert [use(key) for key in "aa"] == [False, True]
+    assert set(graphs.work) == {"a"}
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 1), (8, 9), (256, 2048), (1024, 8192), (300, 1000)])
+def test_shapes_hold_their_steps_and_waste_little(max_rows, max_tokens):
+    """A45, R16: the next larger size is taken, never one that does not fit."""
+    max_lanes = min(max_rows, max_tokens)
+    shapes = PaddedShapes(max_lanes, max_rows, max_tokens)
+    rng = np.random.default_rng(0)
+    wasted = []
+    for _ in range(2000):
+        lanes = int(rng.integers(0, max_lanes)) if max_lanes > 1 else 0
+        chunks = int(rng.integers(1, max_lanes - lanes + 1))
+        tokens = int(rng.integers(lanes + chunks, max_tokens + 1))
+        shape = shapes.fit(lanes, chunks, tokens, lanes + chunks)
+        assert shape.lanes >= lanes
+        assert shape.chunks >= chunks
+        assert max(tokens, shape.lanes) <= shape.tokens <= max_tokens
+        assert lanes + chunks <= shape.sampled <= max_lanes
+        if tokens > max(512, max_tokens // 2):
+            wasted.append(shape.tokens / tokens - 1)
+    assert np.mean(wasted or [0]) < 0.06
+    full = shapes.fit(max_lanes - 1, 1, max_tokens, max_lanes)
+    assert full.tokens == max_tokens, "a full step has no padding"
+
+
+def test_a_short_prompt_among_decoding_rows_makes_a_short_step():
+    shapes = PaddedShapes(256, 256, 2048)
+    assert shapes.fit(64, 1, 70, 65).tokens == 128
+    assert shapes.fit(200, 3, 260, 203).tokens == 320
+    assert shapes.fit(0, 1, 5, 1)[:4] == (0, 16, 64, 16)
+
+
+def test_steps_of_lanes_alone_take_the_next_bucket():
+    shapes = PaddedShapes(64, 64, 2048)
+    assert [shapes.fit(n, 0, n, n).lanes for n in (1, 3, 5, 33, 64)] == [1, 4, 8, 40, 64]
+    assert shapes.fit(3, 0, 3, 3)[:4] == (4, 0, 4, 4)

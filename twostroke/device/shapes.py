@@ -1,0 +1,93 @@
+"""Shapes: the sizes of a step's tensors, and what they are padded to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ..plan import NO_FEATURES, Feature
+from .buckets import Buckets
+
+
+class StepShape(NamedTuple):
+    """What a step's launches depend on.
+
+    Attributes:
+        lanes, chunks: lanes and prompt chunks that there is room for.
+        tokens: tokens of the forward pass.
+        sampled: positions that are sampled.
+        features: what the step's rows ask for.
+        copies: blocks of the cache that are copied before; never padded.
+    """
+
+    lanes: int
+    chunks: int
+    tokens: int
+    sampled: int
+    features: Feature = NO_FEATURES
+    copies: int = 0
+
+
+class Shapes(Protocol):
+    """Finds a step's shape."""
+
+    def fit(
+        self,
+        lanes: int,
+        chunks: int,
+        tokens: int,
+        sampled: int,
+        features: Feature = NO_FEATURES,
+        copies: int = 0,
+    ) -> StepShape:
+        """Return the shape for a step that needs these sizes; what it has more of each is padding."""
+        ...
+
+
+class ExactShapes:
+    """No padding."""
+
+    def fit(
+        self,
+        lanes: int,
+        chunks: int,
+        tokens: int,
+        sampled: int,
+        features: Feature = NO_FEATURES,
+        copies: int = 0,
+    ) -> StepShape:
+        return StepShape(lanes, chunks, tokens, sampled, features, copies)
+
+
+class PaddedShapes:
+    """Few shapes, so that CUDA graphs serve many steps.
+
+    A step of lanes alone is padded to the next bucket of lanes. With prompt chunks there are four sizes, so each has
+    fewer values. Chunk tokens lie directly behind the lanes in use, not behind those that there is room for: room for
+    lanes and chunks costs next to nothing, and the padding is that of the tokens, which a full step has none of.
+
+    Attributes:
+        decode: lanes of steps without chunks.
+    """
+
+    def __init__(self, max_lanes: int, max_chunks: int, max_tokens: int) -> None:
+        self.decode = Buckets.padded(max_lanes)
+        self._max_lanes = max_lanes
+        self._lanes = Buckets.doubling(max_lanes, first=32, widest=128)
+        self._chunks = Buckets.doubling(max_chunks, first=16)
+        self._tokens = Buckets.eighths(max_tokens)
+
+    def fit(
+        self,
+        lanes: int,
+        chunks: int,
+        tokens: int,
+        sampled: int,
+        features: Feature = NO_FEATURES,
+        copies: int = 0,
+    ) -> StepShape:
+        if not chunks:
+            lanes = self.decode.fit(lanes)
+            return StepShape(lanes, 0, lanes, lanes, features)
+        lanes, chunks = self._lanes.fit(lanes), self._chunks.fit(chunks)
+        tokens, sampled = self._tokens.fit(max(tokens, lanes)), min(lanes + chunks, self._max_lanes)
+        return StepShape(lanes, chunks, tokens, sampled, features, copies)
