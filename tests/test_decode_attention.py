@@ -249,3 +249,72 @@ def test_what_the_interpreter_cannot_run_compiles_for_hopper():
     """Dependents may start only after the wait, or what is older than the kernel before them might not be done."""
     code = "import os; del os.environ['TRITON_INTERPRET']\n" + COMPILE
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def gpu_case(spec, lengths):
+    case, num_blocks = make_case(
+        spec, lengths=lengths, chunks=[], block_size=16, max_length=0, dtype=torch.bfloat16, device="cuda"
+    )
+    return case, num_blocks, random_rotary(len(lengths), spec.head_dim, (True, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (9, 3, 64), (8, 8, 80)])
+@pytest.mark.parametrize("window", [0, 300])
+def test_bf16_on_the_device(heads, kv_heads, head_dim, window):
+    """Against the plain backend in float32, which gets what the three steps before attention round to."""
+    spec = LayerSpec(heads, kv_heads, head_dim, head_dim**-0.5, window)
+    case, num_blocks, rotary = gpu_case(spec, [1, 255, 256, 0, 257, 9_000, 31, 0])
+    rotary = rotary._replace(q_norm=rotary.q_norm.bfloat16(), k_norm=rotary.k_norm.bfloat16())
+    q, k = case.q.clone(), case.k.clone()
+    ops.rotate_(q, k, *rotary)
+    plain = TorchAttention([spec], num_blocks, 16, torch.float32, torch.device("cuda"))
+    case.fill(plain)
+    expected = plain.forward(0, q.float(), k.float(), case.v.float(), case.step)
+    fused = TritonAttention([spec], num_blocks, 16, torch.bfloat16, torch.device("cuda"))
+    case.fill(fused)
+    out = fused.forward_rotary(0, case.q, case.k, case.v, rotary, case.step)
+    assert out.isfinite().all()
+    assert (out - expected).norm() <= 1e-2 * expected.norm()
+    written = fused.keys[0][1:].float()
+    alive = ~plain.keys[0][1:].isnan()
+    assert torch.equal(written.isnan(), ~alive)
+    assert (written - plain.keys[0][1:])[alive].norm() <= 1e-3 * plain.keys[0][1:][alive].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE != "cuda" or torch.cuda.get_device_capability() < (9, 0), reason="needs programmatic dependent launch"
+)
+def test_early_launches_change_nothing():
+    """A captured chain of layers whose queries come from the layer before, bit for bit, again and again."""
+    specs = [LayerSpec(32, 8, 128, 128**-0.5, window) for window in (0, 0, 200, 0, 200, 0)]
+    case, num_blocks, rotary = gpu_case(specs[0], [3_000, 1, 700, 0, 64, 9_000] + [40] * 26)
+    rotary = rotary._replace(q_norm=None, k_norm=None)
+    weight = torch.randn(4096, 48 * 128, device="cuda", dtype=torch.bfloat16) / 64
+    outs = []
+    for early in (False, True):
+        attention = TritonAttention(specs, num_blocks, 16, torch.bfloat16, torch.device("cuda"))
+        attention._early = early
+        for layer in range(len(specs)):
+            case.fill(attention, layer)
+
+        def chain(attention=attention):
+            x = torch.cat((case.q, case.k, case.v), 1)
+            for layer in range(len(specs)):
+                mixed = attention.forward_rotary(layer, *x.split((32, 8, 8), 1), rotary, case.step)
+                x = (mixed.flatten(1) @ weight).view(-1, 48, 128)
+            return x
+
+        chain()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            outs.append(out.clone())
+    assert outs[0].isfinite().all()
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from ..kernels.block_copy import BlockCopy
 from ..kernels.cache_write import cache_write
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.ops import Rotary
-from ..kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs
+from ..kernels.paged_decode import DecodeTiles, DecodeWorkspace, decode_attention, decode_tiles, extra_programs
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
 from .interface import Attention, LayerSpec
+
+
+class _Kind(NamedTuple):
+    """What layers have in common that share a schedule."""
+
+    window: int
+    extra: int
+    tiles: DecodeTiles
 
 
 class TritonAttention(Attention):
@@ -41,20 +51,16 @@ class TritonAttention(Attention):
         capability, processors = _device_facts(device)
         # Programmatic dependent launch; see `decode_attention`.
         self._early = device.type == "cuda" and capability >= (9, 0)
-        self._decode = [decode_tiles(capability, spec.head_dim, dtype) for spec in layers]
+        tiles_of = [decode_tiles(capability, spec.head_dim, dtype) for spec in layers]
         self._prefill = [
             prefill_tiles(capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
         ]
-        extra = [
-            extra_programs(spec.kv_heads, processors, tiles) for spec, tiles in zip(layers, self._decode, strict=True)
-        ]
         self._kinds = [
-            (spec.window, count, tiles) for spec, count, tiles in zip(layers, extra, self._decode, strict=True)
+            _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles)
+            for spec, tiles in zip(layers, tiles_of, strict=True)
         ]
-        self._schedules = {
-            kind: DecodeSchedule.empty(max_lanes, count, device) for kind, count in zip(self._kinds, extra, strict=True)
-        }
-        results = max((2 * count * spec.heads for spec, count in zip(layers, extra, strict=True)), default=0)
+        self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in self._kinds}
+        results = max((2 * kind.extra * spec.heads for spec, kind in zip(layers, self._kinds, strict=True)), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
         self._step: StepInputs | None = None
 
@@ -79,11 +85,11 @@ class TritonAttention(Attention):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lanes = step.num_lanes
         if lanes:
-            spec = self.layers[layer]
+            spec, kind = self.layers[layer], self._kinds[layer]
             decode_attention(
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
-                step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[self._kinds[layer]], out,
-                self._workspace, scale=spec.scale, tiles=self._decode[layer], early=self._early and not starts,
+                step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
+                self._workspace, scale=spec.scale, tiles=kind.tiles, early=self._early and not starts,
             )  # fmt: skip
         if step.num_chunks or q.shape[0] > lanes:
             # NOTE: after the lanes, since those that are not in use write zeros where chunk tokens are.

@@ -48,12 +48,10 @@ class DecodeSchedule(NamedTuple):
 
 
 @triton.jit
-def _cut(length, share, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def _cut(length, share, window, TILE: tl.constexpr):
     """Return (first visible position, tiles before the newest position, tiles of a program, programs) of lanes."""
     past = tl.maximum(length - 1, 0)
-    first = past * 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     tiles = tl.cdiv(past - first, TILE)
     # Rounded to the nearest, since a share a little too large is better than one program more with a short rest.
     wanted = tl.maximum((tiles + share // 2) // share, 1)
@@ -61,16 +59,19 @@ def _cut(length, share, WINDOW: tl.constexpr, TILE: tl.constexpr):
     return first, tiles, part, tl.maximum(tl.cdiv(tiles, part), 1)
 
 
-@triton.jit(do_not_specialize=["lanes"], do_not_specialize_on_alignment=["lane_rows_ptr", "lane_lengths_ptr"])
+@triton.jit(
+    do_not_specialize=["lanes", "extra", "window", "min_share"],
+    do_not_specialize_on_alignment=["lane_rows_ptr", "lane_lengths_ptr"],
+)
 def schedule_kernel(
     lane_rows_ptr,
     lane_lengths_ptr,
     words_ptr,
     lanes,
-    EXTRA: tl.constexpr,
-    WINDOW: tl.constexpr,
+    extra,
+    window,
+    min_share,
     TILE: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
     LANES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,11 +83,11 @@ def schedule_kernel(
     length = tl.load(lane_lengths_ptr + lane, mask=inside, other=0)
     row = tl.load(lane_rows_ptr + lane, mask=inside, other=0)
 
-    _, all_tiles, _, _ = _cut(lengths, 1, WINDOW, TILE)
-    share = tl.maximum(tl.cdiv(tl.sum(all_tiles, 0), EXTRA), MIN_SHARE)
-    _, _, _, all_splits = _cut(lengths, share, WINDOW, TILE)
+    _, all_tiles, _, _ = _cut(lengths, 1, window, TILE)
+    share = tl.maximum(tl.cdiv(tl.sum(all_tiles, 0), extra), min_share)
+    _, _, _, all_splits = _cut(lengths, share, window, TILE)
     all_splits = tl.where(other < lanes, all_splits, 0)
-    first, tiles, part, splits = _cut(length, share, WINDOW, TILE)
+    first, tiles, part, splits = _cut(length, share, window, TILE)
     longer = all_tiles[None, :] > tiles[:, None]
     as_long = (all_tiles[None, :] == tiles[:, None]) & (other[None, :] < lane[:, None])
     place = tl.sum(tl.where(longer | as_long, all_splits[None, :], 0), 1)
@@ -129,6 +130,6 @@ def make_schedule(
     pad = triton.next_power_of_2(lanes)
     block = max(1, min(pad, 8192 // pad))
     schedule_kernel[(triton.cdiv(lanes, block),)](
-        lane_rows, lane_lengths, schedule.words, lanes,
-        EXTRA=schedule.extra, WINDOW=window, TILE=tile, MIN_SHARE=min_share, LANES_PAD=pad, BLOCK=block,
+        lane_rows, lane_lengths, schedule.words, lanes, schedule.extra, window, min_share,
+        TILE=tile, LANES_PAD=pad, BLOCK=block,
     )  # fmt: skip
