@@ -59,8 +59,8 @@ class DelayedDevice(Device):
         self.meter = self._device.meter
         self.copy_meters = self._device.copy_meters
 
-    def event(self) -> Event:
-        return self._device.event()
+    def event(self, *, timed: bool = False) -> Event:
+        return self._device.event(timed=timed)
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return self._device.host_buffer(*shape)

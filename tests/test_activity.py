@@ -333,7 +333,7 @@ def test_cuda_copies_and_events_lie_on_the_clock_of_the_step_read_last(fake_even
     fake_events.now = 50.0
     meter = CudaMeter(None)
     zero = meter.known[1]
-    h2d, d2h = CudaCopyMeter(meter), CudaCopyMeter(meter)
+    h2d, d2h = CudaCopyMeter(None, meter), CudaCopyMeter(None, meter)
     measure(h2d, 51.0, 51.25)
     arrived = SimpleNamespace(raw=FakeEvent(enable_timing=True))
     arrived.raw.record()

@@ -161,7 +161,7 @@ class CpuDevice(Device):
         self.meter = CpuStepMeter()
         self.copy_meters = CpuMeter(), CpuMeter()
 
-    def event(self) -> CpuEvent:
+    def event(self, *, timed: bool = False) -> CpuEvent:
         event = CpuEvent(self._failure, self._strict)
         self._failure.events.append(event)
         return event

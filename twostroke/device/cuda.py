@@ -13,49 +13,58 @@ from .streams import Device, Event
 
 
 class CudaEvent:
-    """A CUDA event that blocks the waiting thread instead of spinning, and keeps the time at which it was done."""
+    """A CUDA event that blocks the waiting thread instead of spinning; if `timed`, it keeps when it was done."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timed: bool) -> None:
         with torch.cuda.device(device):
-            self.raw = torch.cuda.Event(blocking=True, enable_timing=True)
+            self.raw = torch.cuda.Event(blocking=True, enable_timing=timed)
 
     def synchronize(self) -> None:
         self.raw.synchronize()
 
 
 class CudaStream:
-    """A non-default CUDA stream; `run` calls the work at once, and what it launches is queued here."""
+    """A non-default CUDA stream; `run` calls the work at once, and what it launches is queued here.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the GPU.
+        home: the stream that is the calling thread's before and after a call of `run`; None is this one.
+    """
+
+    def __init__(self, device: torch.device, home: CudaStream | None = None) -> None:
         self.raw = torch.cuda.Stream(device)
+        self._home = self.raw if home is None else home.raw
 
     def run(self, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self.raw):
+        # NOTE: not `torch.cuda.stream`, which takes as long as the copy that is to be queued.
+        torch.cuda.set_stream(self.raw)
+        try:
             work()
+        finally:
+            torch.cuda.set_stream(self._home)
 
     def record(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        event.raw.record(self.raw)
+        event.raw.record(self.raw)  # type: ignore[attr-defined]  # a CUDA event has one
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self.raw.wait_event(event.raw)
+        event.raw.wait(self.raw)  # type: ignore[attr-defined]
 
 
 class _EventPairs:
-    """Pairs of timing events recorded on the current stream. Read events are used again, so reading never waits."""
+    """Pairs of timing events recorded on a stream. Read events are used again, so reading never waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._free: list[torch.cuda.Event] = []
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def begin(self) -> None:
         began, ended = self._take(), self._take()
-        began.record()
+        began.record(self._stream)
         self._running.append((began, ended))
 
     def end(self) -> None:
-        self._running[-1][1].record()
+        self._running[-1][1].record(self._stream)
 
     def _take(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -71,8 +80,7 @@ class CudaMeter(_EventPairs):
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self._stream = stream
+        super().__init__(stream)
         self.known = self._mark()
 
     def set_clock(self) -> None:
@@ -103,8 +111,8 @@ class CudaMeter(_EventPairs):
 class CudaCopyMeter(_EventPairs):
     """Measures a copy stream, relative to the end of the step that the compute stream's meter read last."""
 
-    def __init__(self, reference: CudaMeter) -> None:
-        super().__init__()
+    def __init__(self, stream: torch.cuda.Stream, reference: CudaMeter) -> None:
+        super().__init__(stream)
         self._reference = reference
 
     def read(self) -> tuple[float, float]:
@@ -131,17 +139,18 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(self.torch_device)
-        self._streams = [CudaStream(self.torch_device) for _ in range(3)]
+        compute = CudaStream(self.torch_device)
+        self._streams = [CudaStream(self.torch_device, compute), compute, CudaStream(self.torch_device, compute)]
         # NOTE: torch hands out streams from a pool of 32 in turn, so an old process can get one twice.
         handles = {stream.raw.cuda_stream for stream in self._streams}
         if len(handles) < 3 or torch.cuda.default_stream(self.torch_device).cuda_stream in handles:
             raise RuntimeError(f"the CUDA stream pool gave streams {sorted(handles)}: three different ones are needed")
-        self.h2d, self.compute, self.d2h = self._streams
-        self._clock = self.meter = CudaMeter(self._streams[1].raw)
-        self.copy_meters = CudaCopyMeter(self._clock), CudaCopyMeter(self._clock)
+        h2d, compute, d2h = self.h2d, self.compute, self.d2h = self._streams
+        self._clock = self.meter = CudaMeter(compute.raw)
+        self.copy_meters = CudaCopyMeter(h2d.raw, self._clock), CudaCopyMeter(d2h.raw, self._clock)
 
-    def event(self) -> CudaEvent:
-        return CudaEvent(self.torch_device)
+    def event(self, *, timed: bool = False) -> CudaEvent:
+        return CudaEvent(self.torch_device, timed)
 
     def host_buffer(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

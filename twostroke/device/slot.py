@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..plan import Plan, StepOutput
 from .layout import pack
 from .streams import Device
+
+_LINES = 64
+
+
+class _Copy:
+    """Copies the first lines of one buffer into another, on the current stream.
+
+    A few lines more than asked for, so that there are few sizes, and tensors for each are made once.
+    """
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._source = source
+        self._target = target
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, lines: int) -> None:
+        size = -(-lines // _LINES)
+        views = self._views.get(size)
+        if views is None:
+            views = self._views[size] = self._source[: size * _LINES], self._target[: size * _LINES]
+        views[1].copy_(views[0], non_blocking=True)
 
 
 class StepBuffers:
@@ -53,11 +75,13 @@ class Slot(StepBuffers):
         super().__init__(device, input_words, max_outputs)
         self.host_input = device.host_buffer(input_words)
         self.host_output = device.host_buffer(max_outputs, 2)
-        self.h2d_done = device.event()
+        self.h2d_done = device.event(timed=True)
         self.compute_done = device.event()
         self.d2h_done = device.event()
         self.words = 0
         self.outputs = 0
+        self._copy_in = _Copy(self.host_input, self.device_input)
+        self._copy_out = _Copy(self.device_output, self.host_output)
         self._host_words: np.ndarray = self.host_input.numpy()
         self._host_outputs: np.ndarray = self.host_output.numpy()
 
@@ -68,11 +92,11 @@ class Slot(StepBuffers):
 
     def copy_in(self) -> None:
         """Copy the words in use to the device; called on the h2d stream."""
-        self.device_input[: self.words].copy_(self.host_input[: self.words], non_blocking=True)
+        self._copy_in(self.words)
 
     def copy_out(self) -> None:
         """Copy the outputs to the host; called on the d2h stream."""
-        self.host_output[: self.outputs].copy_(self.device_output[: self.outputs], non_blocking=True)
+        self._copy_out(self.outputs)
 
     def read(self) -> StepOutput:
         """Take the outputs; valid once `d2h_done` is."""

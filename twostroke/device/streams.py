@@ -29,7 +29,10 @@ class Stream(Protocol):
     """An ordered queue of device work."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Queue `work`: on CUDA it is called now and what it launches is queued, on the CPU a worker calls it later."""
+        """Queue `work`: on CUDA it is called now and what it launches is queued, on the CPU a worker calls it later.
+
+        To be called within `Device.current`.
+        """
 
     def record(self, event: Event) -> None:
         """Queue the completion of a new generation of `event`."""
@@ -58,7 +61,7 @@ class StepMeter(Meter, Protocol):
     """Measures the compute stream."""
 
     def time_of(self, event: Any) -> float:
-        """Return when the latest generation of an event of this device was done, on the clock of `read`.
+        """Return when the latest generation of a timed event of this device was done, on the clock of `read`.
 
         It must be done; on CUDA the time is measured from the step read last.
         """
@@ -83,8 +86,8 @@ class Device(ABC):
     copy_meters: tuple[Meter, Meter]
 
     @abstractmethod
-    def event(self) -> Event:
-        """Return a new event."""
+    def event(self, *, timed: bool = False) -> Event:
+        """Return a new event; if `timed`, the compute stream's meter can tell when it was done."""
 
     @abstractmethod
     def host_buffer(self, *shape: int) -> torch.Tensor:
