@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +13,7 @@ from twostroke.device.cpu import CpuDevice
 from twostroke.device.shapes import StepShape
 from twostroke.device.slot import Slot
 from twostroke.device.streams import Device, Event, Stream
+from twostroke.held_input import ProcessorCall
 from twostroke.plan import Plan, StepOutput
 from twostroke.runner import Runner
 
@@ -86,14 +87,26 @@ def sleep_on_gpu(seconds: float) -> None:
 class PoisoningRunner(Runner):
     """A runner that poisons each buffer of a slot after its last allowed use, in stream order."""
 
-    def copy_in(self, slot: Slot) -> None:
-        super().copy_in(slot)
+    def copy_in(self, shape: StepShape, slot: Slot) -> None:
+        super().copy_in(shape, slot)
         if self.device.torch_device.type == "cpu":
             slot.host_input.fill_(POISON)
+            slot.held.host_positions.fill_(POISON)
+
+    def copy_masks(self, count: int, slot: Slot) -> None:
+        super().copy_masks(count, slot)
+        if self.device.torch_device.type == "cpu":
+            slot.held.host_places.fill_(POISON)
+            slot.held.host_masks.fill_(POISON)
 
     def compute(self, shape: StepShape, slot: Slot) -> None:
         super().compute(shape, slot)
         slot.device_input.fill_(POISON)
+
+    def compute_held(self, shape: StepShape, slot: Slot, count: int, calls: Sequence[ProcessorCall]) -> None:
+        super().compute_held(shape, slot, count, calls)
+        for buffer in (slot.held.positions, slot.held.places, slot.held.masks, slot.held.output):
+            buffer.fill_(POISON)
 
     def copy_out(self, slot: Slot) -> None:
         super().copy_out(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,11 +46,14 @@ class Scripted:
         del self.model.forward
 
 
-def save_small(tokenizer_dir: Path, directory: Path) -> Path:
-    """Save a small random Llama with the tokenizer of `tokenizer_dir`, whose end-of-sequence id it has too."""
+def save_small(tokenizer_dir: Path, directory: Path, vocab_size: int = 49152) -> Path:
+    """Save a small random Llama with the tokenizer of `tokenizer_dir`, whose end-of-sequence id it has too.
+
+    A smaller vocabulary has the first tokens of the whole one: special tokens, single bytes, and what was merged first.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=49152,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -62,4 +66,9 @@ def save_small(tokenizer_dir: Path, directory: Path) -> Path:
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_dir / name, directory / name)
+    settings = json.loads((directory / "tokenizer.json").read_text())
+    vocab = {token: id_ for token, id_ in settings["model"]["vocab"].items() if id_ < vocab_size}
+    merges = [merge for merge in settings["model"]["merges"] if "".join(merge) in vocab]
+    settings["model"] |= {"vocab": vocab, "merges": merges}
+    (directory / "tokenizer.json").write_text(json.dumps(settings))
     return directory

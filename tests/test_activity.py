@@ -41,7 +41,7 @@ class Story:
     def __init__(self):
         self.activity, self.device = Activity(), StubDevice()
         self.zero = self.activity._ended
-        self.steps = 0
+        self.steps = self.seen = 0
 
     def at(self, moment):
         return self.zero + moment
@@ -51,14 +51,15 @@ class Story:
 
     def launch(self, began, queued_at, ended):
         times = (self.at(t) for t in (began, began, queued_at, ended))
-        self.activity.launched(make_plan(self.steps), *times, None)
+        self.activity.launched(make_plan(self.steps), *times, None, None)
         self.steps += 1
 
     def done(self, waited, seen, *, compute, arrived, clock=0.0):
         """`clock`: how far the device's clock is ahead."""
         self.device.spans.append((self.at(compute[0] + clock), self.at(compute[1] + clock)))
         self.device.arrived_at = self.at(arrived + clock)
-        self.activity.done(self.at(waited), self.at(seen), self.device, None)
+        self.activity.done(self.seen, self.at(waited), self.at(seen), self.device)
+        self.seen += 1
 
     def commit(self, began, ended):
         self.activity.committed(self.at(began), self.at(ended))

@@ -12,30 +12,45 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "plan", "sampling_params"}
+WORDS = {"request", "plan", "sampling_params", "structured", "held_input"}
 BELOW_ENGINE = WORDS | {
-    *("cache", "scheduler", "kernels", "attention", "model", "sampling", "text", "device", "runner", "loop"),
+    *(
+        "cache",
+        "scheduler",
+        "kernels",
+        "attention",
+        "model",
+        "sampling",
+        "text",
+        "device",
+        "runner",
+        "loop",
+        "constraints",
+    ),
 }
 ENGINE = {"engine", "build", "config", "front", "inbox", "lifecycle", "progress", "prompts", "watched"}
 """The engine and the files it is cut into."""
 
 ALLOWED = {
     "checks": {"numpy"},
-    "sampling_params": {"numpy", "checks"},
+    "structured": {"checks"},
+    "held_input": {"numpy"},
+    "sampling_params": {"numpy", "checks", "structured"},
     "request": {"numpy", "checks", "sampling_params"},
     "plan": {"numpy", "request"},
     "errors": set(),
     "cache": {"numpy", "request", "plan"},
-    "scheduler": {"numpy", "request", "plan", "cache"},
+    "scheduler": {"numpy", "request", "plan", "held_input", "cache"},
+    "constraints": {"numpy", "llguidance", "checks", "structured", "request", "text"},
     "kernels": {"torch", "triton"},
     "attention": {"torch", "kernels"},
     "model": {"torch", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "huggingface_hub"}
     | {"attention", "kernels"},
-    "sampling": {"torch", "kernels"},
+    "sampling": {"torch", "numpy", "kernels", "held_input"},
     # transformers: for tokenizers that are not a tokenizer.json, imported when such a one is met.
     "text": {"numpy", "tokenizers", "jinja2", "transformers", "request"},
     "device": {"torch", "numpy", "plan"},
-    "runner": {"torch", "numpy", "device", "model", "sampling", "plan"},
+    "runner": {"torch", "numpy", "device", "model", "sampling", "plan", "held_input"},
     "loop": set(),
     "config": set(),
     "watched": {"device"},
@@ -44,7 +59,7 @@ ALLOWED = {
     "prompts": {"numpy", "text"},
     "build": {"torch", "numpy", "config"} | BELOW_ENGINE,
     "lifecycle": {"torch", "build", "inbox", "watched"} | BELOW_ENGINE,
-    "front": {"progress", "prompts", "text"} | WORDS,
+    "front": {"progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs.
     "bench": {"torch", "triton", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,

@@ -33,6 +33,9 @@ class FakeScheduler:
         self.log.append(f"plan {self.step - 1}")
         return FakePlan(self.step - 1)
 
+    def unhold(self, plan, patience):
+        assert plan.step == self.committed, "a second part before all earlier steps were committed"
+
     def commit(self, plan, output):
         assert plan.step == self.committed == output
         self.committed += 1
@@ -41,25 +44,37 @@ class FakeScheduler:
 
 
 class FakeRunner:
-    def __init__(self, log):
+    """Runs steps as a whole, or, if they are split, notes when their second parts are queued."""
+
+    def __init__(self, log, split=False):
         self.log, self.busy, self.rests = log, {}, 0
+        self.split, self.first_parts = split, []
 
     def launch(self, plan, slot):
         assert slot not in self.busy, "a slot was filled before its last step was committed"
         self.busy[slot] = plan.step
         self.log.append(f"launch {plan.step} in {slot}")
+        if self.split:
+            self.first_parts.append(plan)
+
+    def complete(self, unhold):
+        if self.first_parts and self.first_parts[0].step == min(self.busy.values()):
+            plan = self.first_parts.pop(0)
+            unhold(plan, 0.0)
+            self.log.append(f"complete {plan.step}")
 
     def wait(self, plan, slot):
         self.log.append(f"wait {plan.step}")
+        assert plan not in self.first_parts, "a wait for a step whose second part is not queued would last for ever"
         return self.busy.pop(slot)
 
     def rest(self):
         self.rests += 1
 
 
-def run_steps(make_loop, slots, steps):
+def run_steps(make_loop, slots, steps, split=False):
     log, delivered, inbox = [], [], Inbox()
-    scheduler, runner = FakeScheduler(log), FakeRunner(log)
+    scheduler, runner = FakeScheduler(log), FakeRunner(log, split)
 
     def begin(scheduler):
         scheduler.todo = steps
@@ -98,6 +113,22 @@ def test_three_slots_keep_three_steps_in_flight():
 
 def test_one_slot_is_the_synchronous_order():
     assert run_steps(AsyncLoop, "A", 3)[0] == run_steps(SyncLoop, "A", 3)[0]
+
+
+def test_a_second_part_is_queued_behind_the_commit_before_it_and_ahead_of_the_next_plan():
+    log, _ = run_steps(AsyncLoop, "AB", 4, split=True)
+    assert log == [
+        *["plan 0", "launch 0 in A", "complete 0", "plan 1", "launch 1 in B"],
+        *["wait 0", "commit 0", "complete 1", "plan 2", "launch 2 in A"],
+        *["wait 1", "commit 1", "complete 2", "plan 3", "launch 3 in B"],
+        *["wait 2", "commit 2", "complete 3", "wait 3", "commit 3"],
+    ]
+
+
+@pytest.mark.parametrize(("make_loop", "slots"), [(SyncLoop, "A"), (AsyncLoop, "A"), (AsyncLoop, "ABC")])
+def test_every_second_part_is_queued_once(make_loop, slots):
+    log, _ = run_steps(make_loop, slots, 6, split=True)
+    assert [line for line in log if line.startswith("complete")] == [f"complete {step}" for step in range(6)]
 
 
 @pytest.mark.parametrize("make_loop", [SyncLoop, AsyncLoop])

@@ -22,6 +22,7 @@ from .errors import (
 )
 from .request import FinishReason
 from .sampling_params import SamplingParams
+from .structured import StructuredOutput
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -43,6 +44,7 @@ __all__ = [
     "RequestOutput",
     "SampleOutput",
     "SamplingParams",
+    "StructuredOutput",
     "TwostrokeError",
     "UnsupportedModel",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from .attention.interface import Attention
 from .config import EngineConfig
+from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
 from .device.cpu import CpuDevice
 from .device.layout import input_capacity
@@ -72,6 +73,7 @@ class Parts:
     loaded: LoadedModel
     tokenizer: Tokenizer | None
     limits: Limits
+    constraints: Constraints
     scheduler: Scheduler
     runner: Runner
     slots: list[Slot]
@@ -171,8 +173,8 @@ class _Builder:
         shapes = padded if self.on_cuda else ExactShapes()
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
         runner = Runner(device, state, self._make_ops(), forward, [], partial(_sample, sampling), shapes)
-        input_words = self._input_words(model, longest)
-        slots = [Slot(device, input_words, self.max_lanes) for _ in range(config.slots)]
+        input_words, mask_words = self._input_words(model, longest), -(-model.vocab_size // 32)
+        slots = [Slot(device, input_words, self.max_lanes, mask_words) for _ in range(config.slots)]
         # NOTE: allocated before the cache is sized, and before capture, since graphs write to it.
         wide_logits = torch.empty((self.max_lanes, model.vocab_size) if self.on_cuda else 0, device=device.torch_device)
         device.synchronize()
@@ -183,23 +185,27 @@ class _Builder:
         device.synchronize()
         graphs = self._capture(runner, padded, slots, wide_logits) if self.on_cuda and config.graphs else 0
         usable = num_blocks - 1
+        tokenizer = find_tokenizer(loaded.directory)
         # NOTE: the last token of a sample needs no position in the cache.
         max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
         eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
+        limits = Limits(
+            vocab_size=model.vocab_size,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            usable_blocks=usable,
+            eos_ids=eos_ids,
+            priorities=config.policy == "priority",
+            max_waiting=config.max_waiting,
+        )
+        constraints = Constraints(tokenizer, limits)
         return Parts(
             device=device,
             loaded=loaded,
-            tokenizer=find_tokenizer(loaded.directory),
-            limits=Limits(
-                vocab_size=model.vocab_size,
-                max_model_len=max_model_len,
-                block_size=config.block_size,
-                usable_blocks=usable,
-                eos_ids=eos_ids,
-                priorities=config.policy == "priority",
-                max_waiting=config.max_waiting,
-            ),
-            scheduler=self._make_scheduler(model, num_blocks, max_model_len),
+            tokenizer=tokenizer,
+            limits=limits,
+            constraints=constraints,
+            scheduler=self._make_scheduler(model, num_blocks, max_model_len, constraints),
             runner=runner,
             slots=slots,
             report=BuildReport(
@@ -269,7 +275,7 @@ class _Builder:
             num_groups=self._num_groups(model),
         )
 
-    def _make_scheduler(self, model: Model, num_blocks: int, max_model_len: int) -> Scheduler:
+    def _make_scheduler(self, model: Model, num_blocks: int, max_model_len: int, constraints: Constraints) -> Scheduler:
         config = self.config
         return Scheduler(
             max_rows=config.max_rows,
@@ -282,6 +288,7 @@ class _Builder:
             prefix_cache=config.prefix_cache,
             policy=make_policy(config.policy, config.patience),
             costs=None if config.max_prompt_ms is None else StepCosts(config.max_prompt_ms * 1e-3),
+            constraints=constraints,
         )
 
     def _block_bytes(self, model: Model) -> int:

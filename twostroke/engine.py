@@ -127,7 +127,14 @@ class Engine(Front):
         self.model = parts.loaded.model
         self.report = parts.report
         self._life = life = Lifecycle(parts, loop, self._delivery_maker(parts))
-        super().__init__(parts.tokenizer, parts.limits, seed, life.delivery, InboxCommands(life.inbox, parts.scheduler))
+        super().__init__(
+            parts.tokenizer,
+            parts.limits,
+            seed,
+            life.delivery,
+            InboxCommands(life.inbox, parts.scheduler),
+            parts.constraints,
+        )
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
         weakref.finalize(self, self._life.close_forgotten)
 

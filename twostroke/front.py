@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from .constraints.constraints import Constraints
 from .errors import InvalidRequest, QueueFull, TwostrokeError, shown
 from .progress import Progress
 from .prompts import Prompt, as_prompts, encode_prompt
@@ -47,16 +48,24 @@ class Front:
         seed: of the generator that gives seeds to unseeded requests; None: they are unpredictable.
         delivery: where outputs arrive.
         commands: where requests go.
+        constraints: what grammars and thinking budgets are checked with.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, limits: Limits, seed: int | None, delivery: Delivery, commands: Commands
+        self,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        seed: int | None,
+        delivery: Delivery,
+        commands: Commands,
+        constraints: Constraints,
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self._seeds = random.Random(seed)
         self._delivery = delivery
         self._commands = commands
+        self._constraints = constraints
         self._owner = _Owner(self)
         self._submitted = 0
         self._counting = threading.Lock()
@@ -141,6 +150,7 @@ class Front:
         request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
         if request.stops and self.tokenizer is None:
             raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
+        self._constraints.check(request)
         return Handle([Sample(request, index) for index in range(request.samples)], self._owner, place)
 
     def _start(self, handles: Sequence[Handle]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .build import Parts
-from .errors import EngineClosed, EngineDead
-from .inbox import Inbox
+from .errors import EngineClosed, EngineDead, TwostrokeError
+from .inbox import Command, Inbox
 from .loop import AsyncLoop, SyncLoop
 from .watched import Watched
 
@@ -41,6 +41,8 @@ class Lifecycle:
         self.delivery = make_delivery(self._fail)
         watched = Watched(parts.scheduler, self.delivery.put, parts.runner.activity)
         self.loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
+        parts.scheduler.on_late_masks(self._leave)
+        self._constraints = parts.constraints
         self._device = parts.device
         self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
         self._thread.start()
@@ -70,6 +72,7 @@ class Lifecycle:
                 self.loop.run()
         except BaseException as error:
             self._fail(error)
+        self._constraints.close()
         self.delivery.close()
         with contextlib.suppress(Exception):  # a device that failed fails again here; callers have its error already
             self._device.close()
@@ -80,6 +83,11 @@ class Lifecycle:
         dead.__cause__ = error
         self._end(dead)
         self.delivery.fail(dead)
+
+    def _leave(self, command: Command) -> None:
+        """Leave the loop a command; after its end there is nothing left to do."""
+        with contextlib.suppress(TwostrokeError):
+            self.inbox.put(command)
 
     def _end(self, reason: EngineClosed | EngineDead) -> None:
         self.inbox.close(reason, last=lambda scheduler: scheduler.abandon())

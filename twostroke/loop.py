@@ -13,13 +13,19 @@ class Scheduler(Protocol):
     @property
     def has_work(self) -> bool: ...
     def plan(self) -> Any: ...
+    def unhold(self, plan: Any, patience: float) -> Any: ...
     def commit(self, plan: Any, output: Any) -> Any: ...
 
 
 class Runner(Protocol):
-    """Takes plans through slots. `wait` is the only place where the CPU waits for the device."""
+    """Takes plans through slots. `wait` is the only place where the CPU waits for the device.
+
+    `complete` queues what was left out of the launch of the oldest step in flight: that which needs the tokens of all
+    earlier steps. It does nothing for a step that was launched as a whole.
+    """
 
     def launch(self, plan: Any, slot: Any) -> None: ...
+    def complete(self, unhold: Callable[[Any, float], Any]) -> None: ...
     def wait(self, plan: Any, slot: Any) -> Any: ...
     def rest(self) -> None: ...
 
@@ -62,6 +68,16 @@ class Loop:
             self.deliver(command(self.scheduler))
         return self.inbox.open or bool(in_flight)
 
+    def launch(self, plan: Any, slot: Any) -> None:
+        """Launch a step; if nothing else is in flight, all of it."""
+        self.runner.launch(plan, slot)
+        self.runner.complete(self.scheduler.unhold)
+
+    def finish(self, plan: Any, slot: Any) -> None:
+        """Wait for the oldest step in flight, commit it, hand over what it gave, and complete the one behind it."""
+        self.deliver(self.scheduler.commit(plan, self.runner.wait(plan, slot)))
+        self.runner.complete(self.scheduler.unhold)
+
     def stuck(self) -> RuntimeError:
         return RuntimeError("the scheduler has work, but plans nothing and has nothing in flight")
 
@@ -80,8 +96,8 @@ class SyncLoop(Loop):
         while self.serve():
             plan = self.scheduler.plan()
             if plan is not None:
-                self.runner.launch(plan, slot)
-                self.deliver(self.scheduler.commit(plan, self.runner.wait(plan, slot)))
+                self.launch(plan, slot)
+                self.finish(plan, slot)
             elif self.scheduler.has_work:
                 raise self.stuck()
 
@@ -104,10 +120,9 @@ class AsyncLoop(Loop):
             plan = self.scheduler.plan()
             if plan is not None:
                 slot = self.slots[plan.step % len(self.slots)]
-                self.runner.launch(plan, slot)
+                self.launch(plan, slot)
                 in_flight.append((plan, slot))
             elif not in_flight and self.scheduler.has_work:
                 raise self.stuck()
             if in_flight and (plan is None or len(in_flight) == len(self.slots)):
-                plan, slot = in_flight.popleft()
-                self.deliver(self.scheduler.commit(plan, self.runner.wait(plan, slot)))
+                self.finish(*in_flight.popleft())

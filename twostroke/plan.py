@@ -52,12 +52,16 @@ class Feature(IntFlag):
     NGRAMS = 4  # no_repeat_ngram_size
     BAD_WORDS = 8  # bad words of several tokens
     TYPICAL = 16  # typical_p
+    HELD = 32  # the step has two parts, see `Plan.held`
 
 
 NO_FEATURES = Feature(0)
 
 NO_COPIES = np.empty((0, 2), np.int32)
 NO_COPIES.flags.writeable = False
+
+NO_POSITIONS = np.empty(0, np.int32)
+NO_POSITIONS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class Plan:
         features: what the rows with a part in steps ask for, all together; most often nothing.
         block_copies: blocks copied in every group before anything is written, int32 [K, 2]: source, target. Targets
             differ from each other and from all sources. Only rows with a chunk in this step get copies.
+        held: sampled positions that wait for the second part of the step, int32 [H], ascending; most often none.
     """
 
     step: int
@@ -88,6 +93,7 @@ class Plan:
     lane_deltas: np.ndarray
     features: Feature = NO_FEATURES
     block_copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    held: np.ndarray = field(default_factory=lambda: NO_POSITIONS)
 
     @property
     def num_lanes(self) -> int:
@@ -97,6 +103,10 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens that the forward pass runs over."""
         return len(self.lane_rows) + len(self.prompt_tokens)
+
+    def sampled_rows(self) -> np.ndarray:
+        """The rows of the sampled positions, int32 [S], in the order of their outputs."""
+        return np.concatenate([self.lane_rows, self.sampling_chunks()[:, 0]]) if len(self.chunks) else self.lane_rows
 
     def sampling_chunks(self) -> np.ndarray:
         """The chunks that sample, int32 [S, 4], in the order of their outputs."""

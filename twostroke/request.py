@@ -79,6 +79,14 @@ class Request:
         """Samples that run."""
         return self.params.n
 
+    @property
+    def is_held(self) -> bool:
+        """Whether its tokens must be known on the CPU before the next one is sampled."""
+        params = self.params
+        return bool(
+            params.structured is not None or params.max_thinking_tokens is not None or len(params.logits_processors)
+        )
+
     @classmethod
     def create(
         cls, request_id: str, prompt: Sequence[int] | np.ndarray, params: SamplingParams, seed: int, limits: Limits

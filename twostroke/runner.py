@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from .device.activity import Activity
+from .device.activity import Activity, Window
 from .device.batch_state import BatchState
 from .device.graphs import Graphs, Recurring
 from .device.layout import block_copies
 from .device.shapes import Shapes, StepShape
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device, Meter
-from .plan import NO_FEATURES, Plan, StepOutput
+from .held_input import HeldInput, ProcessorCall
+from .plan import NO_FEATURES, Feature, Plan, StepOutput
+from .sampling.mask import apply_masks
+from .sampling.processors import run_processors
 from .sampling.stage import Stage
 
 MAX_PROMPT_GRAPHS = 64
 """Captured graphs of steps with prompt chunks; more than there can be slots."""
+
+MIN_PATIENCE = 5e-4
+"""Seconds that masks are waited for, at least."""
 
 
 class BatchOps(Protocol):
@@ -78,9 +85,14 @@ class Runner:
         self._graphs: Graphs | None = None
         self._prompts: StepBuffers | None = None
         self._logits = torch.empty(0)
+        self._in_flight: deque[Plan] = deque()
+        self._unsampled: deque[tuple[Plan, Slot, StepShape, Window | None]] = deque()
 
     def launch(self, plan: Plan, slot: Slot) -> None:
-        """Queue a step: its input to the device, the step itself, its output back. Returns without waiting."""
+        """Queue a step: its input to the device, the step itself, its output back. Returns without waiting.
+
+        Of a step with held rows this is the first part: forward pass, and sampling of the other rows.
+        """
         began = time.perf_counter()
         outputs = plan.num_lanes + len(plan.sampling_chunks())
         shape = self._shapes.fit(
@@ -89,26 +101,65 @@ class Runner:
         slot.fill(plan, outputs)
         filled = time.perf_counter()
         device, window = self.device, self.activity.window
-        copy_in, copy_out = partial(self.copy_in, slot), partial(self.copy_out, slot)
+        copy_in = partial(self.copy_in, shape, slot)
         if window is not None:
             copy_in = partial(_metered, device.copy_meters[0], copy_in)
-            copy_out = partial(_metered, device.copy_meters[1], copy_out)
         device.h2d.run(copy_in)
         device.h2d.record(slot.h2d_done)
         device.compute.wait(slot.h2d_done)
         queued_at = time.perf_counter()
         device.compute.run(partial(self.compute, shape, slot))
+        self._in_flight.append(plan)
+        if shape.features & Feature.HELD:
+            self._unsampled.append((plan, slot, shape, window))
+        else:
+            self._queue_output(slot, window)
+        self.activity.launched(plan, began, filled, queued_at, time.perf_counter(), window, slot.h2d_done)
+
+    def complete(self, unhold: Callable[[Plan, float], HeldInput]) -> None:
+        """Queue the second part of the oldest step in flight, if it has one that is not queued.
+
+        Args:
+            unhold: gives what it needs, see `Scheduler.unhold`.
+        """
+        if not self._unsampled or self._unsampled[0][0] is not self._in_flight[0]:
+            return
+        plan, slot, shape, window = self._unsampled.popleft()
+        held = unhold(plan, self._patience())
+        began = time.perf_counter()
+        slot.held.fill_masks(held.places, held.masks)
+        filled = time.perf_counter()
+        device, count = self.device, len(held.places)
+        device.h2d.run(partial(self.copy_masks, count, slot))
+        device.h2d.record(slot.held.masks_done)
+        device.compute.wait(slot.held.masks_done)
+        queued_at = time.perf_counter()
+        device.compute.run(partial(self.compute_held, shape, slot, count, held.calls))
+        self._queue_output(slot, window)
+        masks_done = slot.held.masks_done
+        self.activity.completed(plan, began, filled, queued_at, time.perf_counter(), window, masks_done)
+
+    def _queue_output(self, slot: Slot, window: Window | None) -> None:
+        device, copy_out = self.device, partial(self.copy_out, slot)
+        if window is not None:
+            copy_out = partial(_metered, device.copy_meters[1], copy_out)
         device.compute.record(slot.compute_done)
         device.d2h.wait(slot.compute_done)
         device.d2h.run(copy_out)
         device.d2h.record(slot.d2h_done)
-        self.activity.launched(plan, began, filled, queued_at, time.perf_counter(), window)
+
+    def _patience(self) -> float:
+        """Seconds to wait for masks: so long the device is busy with the first part, as a rule."""
+        activity = self.activity
+        mean = activity.busy_seconds / activity.steps if activity.steps else 0.0
+        return max(MIN_PATIENCE, mean / 2)
 
     def wait(self, plan: Plan, slot: Slot) -> StepOutput:
         """Wait for the step's output: the only place where the CPU waits for the device."""
         began = time.perf_counter()
         slot.d2h_done.synchronize()
-        self.activity.done(began, time.perf_counter(), self.device, slot.h2d_done)
+        self._in_flight.popleft()
+        self.activity.done(plan.step, began, time.perf_counter(), self.device)
         return slot.read()
 
     def rest(self) -> None:
@@ -139,9 +190,15 @@ class Runner:
                     self._captured_part(shape)(shape, slot)
                     self._capture(shape, slot)
 
-    def copy_in(self, slot: Slot) -> None:
+    def copy_in(self, shape: StepShape, slot: Slot) -> None:
         """The work on the h2d stream."""
         slot.copy_in()
+        if shape.features & Feature.HELD:
+            slot.held.copy_positions()
+
+    def copy_masks(self, count: int, slot: Slot) -> None:
+        """The work of a second part on the h2d stream."""
+        slot.held.copy_masks(count)
 
     def compute(self, shape: StepShape, slot: Slot) -> None:
         """The work on the compute stream."""
@@ -156,6 +213,17 @@ class Runner:
             prompts.take_input(slot)
             self._run(shape, prompts)
             prompts.give_output(slot)
+        self.device.meter.end()
+
+    def compute_held(self, shape: StepShape, slot: Slot, count: int, calls: Sequence[ProcessorCall]) -> None:
+        """The work of a second part on the compute stream: `count` rows of those held sample."""
+        self.device.meter.begin()
+        if count:
+            logits = slot.held.take(count, self.state.sample_rows[:count])
+            run_processors(logits, calls)
+            apply_masks(logits, slot.held.masks[:count])
+            self._sample_rows(shape.features, logits, slot.held.output)
+            slot.held.put(count, slot.device_output)
         self.device.meter.end()
 
     def copy_out(self, slot: Slot) -> None:
@@ -175,16 +243,25 @@ class Runner:
         return self._forward(inputs)
 
     def sampling_part(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
-        """Stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features."""
+        """Stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features.
+
+        Those of held rows are kept for the second part.
+        """
         if not (n := shape.sampled):
             return
-        state = self.state
+        if shape.features & Feature.HELD:
+            buffers.held.keep(logits, self.state.sample_rows[:n], dummy_row=self.state.max_rows)
+        self._sample_rows(shape.features, logits, buffers.device_output)
+
+    def _sample_rows(self, features: Feature, logits: torch.Tensor, output: torch.Tensor) -> None:
+        """Sample one token from each row of `logits` [n, V] for the rows that stand in the state's `sample_rows`."""
+        state, n = self.state, len(logits)
         rows = state.sample_rows[:n]
-        for stage in self._stages if shape.features else ():
-            if shape.features & stage.feature:
+        for stage in self._stages if features else ():
+            if features & stage.feature:
                 stage.edit(logits, rows)
         self._sample(logits, rows, state.tokens[:n], state.errors[:n])
-        self._ops.advance(state, n, buffers.device_output)
+        self._ops.advance(state, n, output)
 
     def _run(self, shape: StepShape, buffers: StepBuffers) -> None:
         """Run a step by its graph, or eagerly if there is none. Blocks are copied before, as many as there may be."""

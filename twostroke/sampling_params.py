@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .checks import is_listed, require_int, require_number
 from .errors import InvalidRequest, shown
+from .structured import StructuredOutput
 
 MAX_STOPS = 64
 """Stop strings of a request."""
@@ -56,6 +57,15 @@ class SamplingParams:
             an engine with `policy="priority"`, but for 0.
         queue_timeout: seconds that a sample may wait before it begins to run, > 0; it ends with `error` after that.
             None is the engine's.
+        structured: what the text must be. Once it is complete, only end-of-sequence and stop token ids are allowed.
+            Needs a tokenizer.
+        max_thinking_tokens: most tokens between the begin and the end of thinking, >= 0; then `thinking_end` is forced.
+            Several thoughts share them. None is no limit. If the prompt ends in thinking, `structured` is meant for
+            what comes behind it.
+        thinking_start, thinking_end: token ids, or text to be made of the tokens that the tokenizer makes of it. None:
+            the tokens <think> and </think>.
+        logits_processors: called in this order with the row's logits, before anything else changes them; see
+            `sampling.processors.LogitsProcessor`.
     """
 
     temperature: float = 1.0
@@ -73,6 +83,11 @@ class SamplingParams:
     n: int = 1
     priority: int = 0
     queue_timeout: float | None = None
+    structured: StructuredOutput | None = None
+    max_thinking_tokens: int | None = None
+    thinking_start: str | Sequence[int] | None = None
+    thinking_end: str | Sequence[int] | None = None
+    logits_processors: Sequence[Callable[..., Any]] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         known = {f.name for f in fields(cls)}
@@ -118,6 +133,24 @@ class SamplingParams:
             raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
         stop_strings(self.stop)
         require_int("n", self.n, low=1, high=MAX_SAMPLES)
+        self._validate_held()
+
+    def _validate_held(self) -> None:
+        if self.structured is not None:
+            if not isinstance(self.structured, StructuredOutput):
+                raise InvalidRequest(f"structured={shown(self.structured)} must be a StructuredOutput")
+            self.structured.source()
+        if self.max_thinking_tokens is not None:
+            require_int("max_thinking_tokens", self.max_thinking_tokens, low=0)
+        for name in ("thinking_start", "thinking_end"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str) and not is_listed(value):
+                raise InvalidRequest(f"{name}={shown(value)} must be a string or a list of token ids")
+            if value is not None and self.max_thinking_tokens is None:
+                raise InvalidRequest(f"{name}={shown(value)} means nothing without max_thinking_tokens")
+        processors = self.logits_processors
+        if not is_listed(processors) or not all(callable(processor) for processor in processors):
+            raise InvalidRequest(f"logits_processors={shown(processors)} must be a list of logits processors")
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from ..plan import Plan
 from .step_times import CAUSES, PHASES, Span, StepTimes, gap_parts
@@ -11,6 +12,23 @@ from .streams import Device, Event
 
 Window = deque[StepTimes]
 """The last steps, in full; bounded by its `maxlen`."""
+
+
+class _Part(NamedTuple):
+    """What was launched in one piece: a step, or one part of a step with held rows.
+
+    Attributes:
+        times: of the part.
+        arrived: recorded when its input was on the device.
+        last: nothing of the step comes after it. split: it is part of a step with held rows.
+        window: if its copies are metered, where the times go.
+    """
+
+    times: StepTimes
+    arrived: Event
+    last: bool
+    split: bool
+    window: Window | None
 
 
 class Activity:
@@ -28,7 +46,7 @@ class Activity:
         idle_seconds: time between steps in which there was nothing to do.
         idle: seconds between steps by cause; their sum is `gap_seconds + idle_seconds`.
         cpu: seconds of the CPU by phase.
-        newest: the step that was done last.
+        newest: the step that was done last, or its first part.
         window: where the times of the steps go that are launched while it is set; None, as a rule.
     """
 
@@ -40,7 +58,9 @@ class Activity:
         self.idle = dict.fromkeys(CAUSES, 0.0)
         self.cpu = dict.fromkeys(PHASES, 0.0)
         self.window: Window | None = None
-        self._launched: deque[tuple[StepTimes, Window | None]] = deque()
+        self._launched: deque[_Part] = deque()
+        self._in_flight: dict[int, StepTimes] = {}
+        self._ended_early: set[int] = set()
         self.newest: StepTimes | None = None
         self._plan: Span | None = None
         self._captures: list[Span] = []
@@ -61,14 +81,22 @@ class Activity:
         self.cpu["plan"] += ended - began
 
     def launched(
-        self, plan: Plan, began: float, filled: float, queued_at: float, ended: float, window: Window | None
+        self,
+        plan: Plan,
+        began: float,
+        filled: float,
+        queued_at: float,
+        ended: float,
+        window: Window | None,
+        arrived: Event,
     ) -> None:
-        """Note a launch.
+        """Note a launch; of a step with held rows, that of its first part.
 
         Args:
             began, filled, ended: host times: of the begin, after `Slot.fill`, and of the end.
             queued_at: host time at which the input's copy was queued, before the step itself was.
             window: if the copies are metered, where the step's times go.
+            arrived: recorded when the step's input was on the device.
         """
         planned = self._plan or (began, began)
         times = StepTimes(
@@ -83,29 +111,74 @@ class Activity:
             queued_at=queued_at,
             captures=tuple(self._captures),
         )
-        self._launched.append((times, window))
+        self._in_flight[plan.step] = times
+        split = len(plan.held) > 0
+        self._launched.append(_Part(times, arrived, not split, split, window))
         self._resting, self._plan, self._free_at = False, None, ended
         self._captures.clear()
+        self._note_cpu(began, filled, ended)
+
+    def completed(
+        self,
+        plan: Plan,
+        began: float,
+        filled: float,
+        queued_at: float,
+        ended: float,
+        window: Window | None,
+        arrived: Event,
+    ) -> None:
+        """Note the launch of a step's second part, see `launched`. Before `began` the device waited for masks."""
+        times = StepTimes(
+            step=plan.step,
+            lanes=0,
+            prompt_tokens=0,
+            rested=False,
+            free_at=began,
+            plan=(began, began),
+            fill=(began, filled),
+            queue=(filled, ended),
+            queued_at=queued_at,
+        )
+        self._launched.append(_Part(times, arrived, True, True, window))
+        self._note_cpu(began, filled, ended)
+        self._free_at = ended
+
+    def _note_cpu(self, began: float, filled: float, ended: float) -> None:
         self.cpu["fill"] += filled - began
         self.cpu["queue"] += ended - filled
 
-    def done(self, began: float, ended: float, device: Device, h2d_done: Event) -> None:
+    def done(self, step: int, began: float, ended: float, device: Device) -> None:
         """Note the wait for the oldest step in flight, and read from the device's meters when it ran.
 
+        Parts are read in the order in which they ran: what later steps ran before the second part of this one, with it.
+
         Args:
+            step: its number.
             began, ended: host times of the wait.
-            h2d_done: recorded when the step's input was on the device.
         """
-        times, window = self._launched.popleft()
-        times.wait = began, ended
-        times.compute = device.meter.read()
-        times.arrived_at = device.meter.time_of(h2d_done)
-        if window is not None:
-            times.h2d, times.d2h = (meter.read() for meter in device.copy_meters)
-            window.append(times)
         self.cpu["wait"] += ended - began
+        while step not in self._ended_early:
+            part = self._launched.popleft()
+            part.times.wait = began, ended
+            self._read(part, device)
+            if part.last:
+                self._ended_early.add(part.times.step)
+        self._ended_early.discard(step)
+        self.newest = self._in_flight.pop(step)
+
+    def _read(self, part: _Part, device: Device) -> None:
+        times = part.times
+        times.compute = device.meter.read()
+        times.arrived_at = device.meter.time_of(part.arrived)
+        if part.window is not None:
+            h2d, d2h = device.copy_meters
+            # Of a step with held rows, the copy of the masks is not metered.
+            times.h2d = None if part.split and part.last else h2d.read()
+            times.d2h = d2h.read() if part.last else None
+            part.window.append(times)
         self._add(times)
-        self.newest = times
+        self.steps += part.last
 
     def committed(self, began: float, ended: float) -> None:
         """Note the commit of the step that was done last; from now on the CPU can plan."""
@@ -130,7 +203,6 @@ class Activity:
         self._skew = times.skew = min(skew, times.wait[1] - ended)
         times.gap = max(0.0, began - self._ended)
         self._ended = ended
-        self.steps += 1
         self.busy_seconds += ended - began
         unasked = 0.0
         for cause, start, end in gap_parts(times):

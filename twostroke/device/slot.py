@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ..plan import Plan, StepOutput
+from .held_part import HeldPart
 from .layout import pack
 from .streams import Device
 
@@ -42,12 +43,15 @@ class StepBuffers:
         device_output: int32 [max sampled, 2]: token, flags.
     """
 
+    held: HeldPart
+
     def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
         self.device_input = device.buffer(input_words)
         self.device_output = device.buffer(max_outputs, 2)
 
     def take_input(self, slot: Slot) -> None:
-        """Copy the words in use of a slot's input."""
+        """Copy the words in use of a slot's input; its held part is used in place."""
+        self.held = slot.held
         self.device_input[: slot.words].copy_(slot.device_input[: slot.words], non_blocking=True)
 
     def give_output(self, slot: Slot) -> None:
@@ -69,12 +73,14 @@ class Slot(StepBuffers):
         host_input, host_output: as `device_input` and `device_output`.
         words: words of the input in use.
         outputs: sampled positions of the step in flight.
+        held: what the second part of a step with held rows needs, with masks of `mask_words` words.
     """
 
-    def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
+    def __init__(self, device: Device, input_words: int, max_outputs: int, mask_words: int = 0) -> None:
         super().__init__(device, input_words, max_outputs)
         self.host_input = device.host_buffer(input_words)
         self.host_output = device.host_buffer(max_outputs, 2)
+        self.held = HeldPart(device, max_outputs, mask_words)
         self.h2d_done = device.event(timed=True)
         self.compute_done = device.event()
         self.d2h_done = device.event()
@@ -88,6 +94,8 @@ class Slot(StepBuffers):
     def fill(self, plan: Plan, outputs: int) -> None:
         """Write the plan into the host input."""
         self.words = pack(plan, self._host_words)
+        if len(plan.held):
+            self.held.fill_positions(plan.held)
         self.outputs = outputs
 
     def copy_in(self) -> None:
@@ -106,8 +114,8 @@ class Slot(StepBuffers):
 
     @property
     def host_bytes(self) -> int:
-        return 4 * (self.host_input.numel() + self.host_output.numel())
+        return 4 * (self.host_input.numel() + self.host_output.numel()) + self.held.bytes
 
     @property
     def device_bytes(self) -> int:
-        return 4 * (self.device_input.numel() + self.device_output.numel())
+        return 4 * (self.device_input.numel() + 2 * self.device_output.numel()) + self.held.bytes

@@ -93,9 +93,11 @@ class Audit:
         index = lanes.index
         assert (lanes.lane_of_row[index] == np.arange(lanes.count)).all(), "lane_of_row disagrees"
         assert (lanes.lane_of_row >= 0).sum() == lanes.count
-        away = [*scheduler.batch.ready, *scheduler.batch.prefilling]
+        held = scheduler.batch.held
+        late = [scheduler.batch.row_of[sample] for sample in held.late]
         at_limit = np.flatnonzero((rows.order >= 0) & (rows.launched == rows.limit)).tolist()
         running = set(np.flatnonzero(rows.order >= 0).tolist())
+        away = [*scheduler.batch.ready, *scheduler.batch.prefilling, *held.paused, *(set(late) & running)]
         assert not set(away) & set(index.tolist())
         assert running - set(at_limit) == {*away, *index.tolist()} - set(at_limit), "a running row is nowhere"
 

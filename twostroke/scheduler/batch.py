@@ -6,6 +6,7 @@ import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..request import Sample
+from .held import Constraints, HeldRows
 from .lanes import Lanes
 from .prefixes import Prefixes
 from .releases import Release, Releases
@@ -21,6 +22,7 @@ class Batch:
     Attributes:
         prefilling: rows whose known tokens are not all launched, oldest first.
         ready: rows that decode next, or wait for a block to do so.
+        held: those among the rows whose tokens the CPU must know before the next one is sampled.
         draining: rows of preempted samples that steps in flight still bring tokens.
         row_of: the row of each sample that has one.
         streaming: samples whose tokens are handed over as they come.
@@ -28,7 +30,14 @@ class Batch:
         begun: samples that have begun to run, or ended before, since the start.
     """
 
-    def __init__(self, rows: RowTable, pool: BlockPool, lanes: Lanes, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        rows: RowTable,
+        pool: BlockPool,
+        lanes: Lanes,
+        prefixes: Prefixes,
+        constraints: Constraints | None = None,
+    ) -> None:
         self.rows = rows
         self.pool = pool
         self.lanes = lanes
@@ -42,6 +51,7 @@ class Batch:
         self.streaming: set[Sample] = set()
         self.launched_step = self.committed_step = -1
         self.begun = 0
+        self.held = HeldRows(self, constraints)
 
     def known_tokens(self, sample: Sample) -> np.ndarray:
         """Prompt and confirmed output tokens of a sample with or without a row, int32, read-only."""
@@ -53,6 +63,7 @@ class Batch:
         row = self.rows.admit(sample, blocks, sample in self.streaming)
         self.row_of[sample] = row
         self.prefilling[row] = None
+        self.held.join(row, sample)
         return row
 
     def preempt(self, row: int) -> Sample:
@@ -77,6 +88,7 @@ class Batch:
     def leave(self, sample: Sample, bad: int) -> None:
         """The sample has ended: row and blocks return when no step uses them. `bad` as in `Prefixes.publish`."""
         self.streaming.discard(sample)
+        self.held.forget(sample)
         if (row := self.row_of.pop(sample, None)) is None:
             return
         blocks, chain = self._withdraw(row, bad)
@@ -96,6 +108,7 @@ class Batch:
         self.lanes.leave(row)
         self.ready.pop(row, None)
         self.prefilling.pop(row, None)
+        self.held.withdraw(row)
         self.pool.unreserve(int(self.rows.reserved[row]))
         self.rows.reserved[row] = 0
         chain = self.prefixes.publish(row, bad)

@@ -79,7 +79,13 @@ class Draft:
         self._pieces.append(tokens)
         self.prompt_tokens += len(tokens)
 
-    def plan(self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray, features: Feature) -> Plan:
+    def sampling_rows(self) -> np.ndarray:
+        """The rows of the chunks that sample, intp [S], in the order of their outputs."""
+        return np.array([row for row, _, _, samples in self._chunks if samples], np.intp)
+
+    def plan(
+        self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray, features: Feature, held: np.ndarray
+    ) -> Plan:
         """The plan of `step`, which owns all its arrays."""
         return Plan(
             step=step,
@@ -91,6 +97,7 @@ class Draft:
             lane_deltas=lane_deltas,
             features=features,
             block_copies=_frozen(np.array(self._copies, np.int32)) if self._copies else NO_COPIES,
+            held=held,
         )
 
 

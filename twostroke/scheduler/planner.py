@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan import Plan, max_shared_blocks
+from ..plan import NO_FEATURES, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
@@ -79,6 +79,7 @@ class Planner:
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
         draft = Draft()
+        self.batch.held.pause()
         if self.takes_rows and self.waiting:
             self._make_room()  # before anything is drafted for those whom it may preempt
         self._settle_lanes(draft)
@@ -87,8 +88,11 @@ class Planner:
             return None
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
-        features = self.rows.features.union
-        return draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features)
+        held = self.batch.held.positions([self.lanes.index, draft.sampling_rows()])
+        features = self.rows.features.union | (Feature.HELD if len(held) else NO_FEATURES)
+        plan = draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features, held)
+        self.batch.held.launched(plan)
+        return plan
 
     def _make_room(self) -> None:
         """Preempt samples that the queue's head outranks, the last first, if it does not fit but for them.

@@ -181,7 +181,11 @@ class RowTable:
 
     def known_tokens(self, row: int) -> np.ndarray:
         """Prompt and confirmed output tokens of `row`, int32, a read-only copy."""
-        return self.first_tokens(row, max(int(self.target[row]), int(self.confirmed[row]) + 1))
+        return self.first_tokens(row, self.known(row))
+
+    def known(self, row: int) -> int:
+        """How many tokens of `row` are known."""
+        return max(int(self.target[row]), int(self.confirmed[row]) + 1)
 
     def first_tokens(self, row: int, count: int) -> np.ndarray:
         """The first `count` tokens of `row`, int32, a read-only copy."""

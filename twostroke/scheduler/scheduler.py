@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..errors import InvalidRequest
+from ..held_input import HeldInput
 from ..plan import Flag, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .batch import Batch
 from .committed import NOTHING, Committed
 from .forks import Forks
+from .held import Constraints
 from .lanes import Lanes
 from .planner import Planner
 from .policies.first_come import FirstCome
@@ -58,6 +62,7 @@ class Scheduler:
         prefix_cache: rows that begin with the same tokens share blocks.
         policy: in which order samples get rows, and lose them.
         costs: how many prompt tokens may go beside decoding rows; None is no limit but the step's.
+        constraints: of samples whose rows are held; None if there are no such requests.
         debug: check the invariants after every plan and commit; slow.
     """
 
@@ -74,6 +79,7 @@ class Scheduler:
         prefix_cache: bool = True,
         policy: Policy = FIRST_COME,
         costs: StepCosts | None = None,
+        constraints: Constraints | None = None,
         debug: bool = False,
     ) -> None:
         num_rows = min(max_rows, max_step_tokens)
@@ -82,7 +88,7 @@ class Scheduler:
         self.rows = RowTable(num_rows, max_model_len, block_size, num_groups)
         self.pool = BlockPool(num_blocks, block_size, num_groups)
         self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
-        self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes)
+        self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes, constraints)
         self.waiting = Queue()
         self.forks = Forks(self.batch)
         self._planner = Planner(
@@ -98,6 +104,7 @@ class Scheduler:
         self._costs = costs
         self._policy = policy
         self._arrivals = 0
+        self._stalled = False
         self._audit = Audit(self) if debug else None
 
     # -- Commands ------------------------------------------------------------------------------------------------
@@ -168,8 +175,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a sample has not ended or something waits for the commit of a step."""
-        return bool(self.waiting or self.rows.running or self.batch.releases)
+        """True while a sample has not ended or something waits for the commit of a step.
+
+        False if nothing can run before a mask has come: that is told of by a command.
+        """
+        return not self._stalled and bool(self.waiting or self.rows.running or self.batch.releases)
 
     @property
     def begun(self) -> int:
@@ -186,9 +196,22 @@ class Scheduler:
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
         return SchedulerStats(len(self.waiting) + self.forks.pending, self.rows.running, *counts)
 
+    def on_late_masks(self, wake: Callable[[Callable[[Scheduler], Any]], None]) -> None:
+        """Let `wake` leave the command that is due when a mask comes too late for its step."""
+        self.batch.held.wake = wake
+
+    def mask_came(self, sample: Sample) -> None:
+        """A mask that was too late for its step is there."""
+        self.batch.held.mask_came(sample)
+
+    def unhold(self, plan: Plan, patience: float) -> HeldInput:
+        """What the second part of `plan` needs; see `HeldRows.unhold`."""
+        return self.batch.held.unhold(plan, patience)
+
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
         plan = self._planner.plan()
+        self._stalled = plan is None and bool(self.batch.held.late)
         if plan is not None and self._audit is not None:
             self._audit.planned(plan)
         return plan
@@ -206,6 +229,7 @@ class Scheduler:
             raise RuntimeError(
                 f"step {plan.step} committed after {batch.committed_step}, launched {batch.launched_step}"
             )
+        self._stalled = False
         sampled = self.rows.confirm(plan)
         if not len(sampled) == len(output.tokens) == len(output.flags):
             raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
@@ -218,6 +242,8 @@ class Scheduler:
             self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
             self._release_forks(sampled[plan.num_lanes :])
         finished = self._end_flagged(sampled, output.flags)
+        if batch.held.late:
+            batch.held.committed(plan)
         if batch.draining:
             batch.drain()
         batch.return_releases()
@@ -245,9 +271,11 @@ class Scheduler:
             sample = self.rows.samples[row]
             if flag & _ERROR:
                 # The position is confirmed, but gave no token.
-                self._end(sample, FinishReason.ERROR, BAD_LOGITS, drop=1)
+                self._end(sample, FinishReason.ERROR, self.batch.held.failure(sample) or BAD_LOGITS, drop=1)
             elif flag & _TOKEN:
                 self._end(sample, FinishReason.STOP if flag & _STOP else FinishReason.LENGTH)
+            elif sample in self.batch.held.late:
+                continue
             else:
                 raise RuntimeError(f"row {row} lives, but the device says that it is dead")
             finished.append(sample)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-from ..errors import fresh
+from ..errors import InvalidRequest, fresh, shown
 from ..request import Request, Sample
 from .wire import Cancel, Entry, Finish, Message, Stream, Submit, encode
 
@@ -85,5 +85,9 @@ class RemoteCommands:
 
 
 def _entry(number: int, request: Request) -> Entry:
+    if request.params.logits_processors:
+        raise InvalidRequest(
+            f"logits_processors={shown(request.params.logits_processors)} cannot reach an engine in another process"
+        )
     params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens)
     return Entry(number, request.prompt.tobytes(), params)

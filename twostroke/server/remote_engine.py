@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import errors
+from ..constraints.constraints import Constraints
 from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..front import Front
 from ..request import Sample, SampleState
@@ -98,7 +99,8 @@ class RemoteEngine(Front):
         self.max_rows = ready.max_rows
         delivery = Delivery(tokenizer, self._fail)
         self._remote = RemoteCommands(self._connection)
-        super().__init__(tokenizer, ready.limits, arguments.get("seed"), delivery, self._remote)
+        constraints = Constraints(tokenizer, ready.limits)
+        super().__init__(tokenizer, ready.limits, arguments.get("seed"), delivery, self._remote, constraints)
         self._reader = threading.Thread(target=self._read, name="twostroke-reader", daemon=True)
         self._reader.start()
 

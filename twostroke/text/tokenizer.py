@@ -69,6 +69,14 @@ class Tokenizer:
         """Return the text of `ids`. Ids that name no token, negative ones too, have no text."""
         return self._backend.decode(known_range(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, as the vocabulary spells it; None if there is none."""
+        return self._backend.token_to_id(token)
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return self._backend.to_str()
+
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Return the token ids of a chat; the template alone decides on its special tokens.
 

@@ -1,0 +1,146 @@
+"""Grammars: compiled from what a user asked for, and followed by samples."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InvalidRequest, shown
+from ..structured import StructuredOutput
+from ..text.tokenizer import Tokenizer
+from .constraint import allow, bar
+
+# NOTE: imported where it is used, so that an engine without grammars starts without it.
+if TYPE_CHECKING:
+    import llguidance
+
+_KEPT = 64
+"""Compiled grammars that are kept for requests to come."""
+
+_SILENT = 0
+
+_JSON: Any = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}
+"""Between the tokens of JSON is room for a line break and indentation, but no model can go on with them for ever."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, with limits on their size and on the work of a mask. Thread-safe.
+
+    Args:
+        tokenizer: of the model. vocab_size: the model's logits; ids without a token are never allowed.
+        eos_ids: the model's end-of-sequence ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._eos_ids = list(eos_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str, str], llguidance.LLMatcher] = OrderedDict()
+
+    def compile(self, structured: StructuredOutput) -> llguidance.LLMatcher:
+        """Return a matcher at the beginning of the text; callers copy it.
+
+        Raises:
+            InvalidRequest: it does not compile, is too large, or nothing fits it.
+        """
+        import llguidance
+
+        name, text = source = structured.source()
+        with self._lock:
+            if (known := self._kept.get(source)) is not None:
+                self._kept.move_to_end(source)
+                return known
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+        try:
+            grammar = _grammar(name, text)
+        except ValueError as error:
+            raise InvalidRequest(f"structured.{name}={shown(text)}: {error}") from error
+        # NOTE: its default limits bound the time to about a second, and that of a mask to some milliseconds.
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=_SILENT)
+        trial = matcher.deep_copy()
+        if not trial.is_error():
+            trial.compute_bitmask()
+        if trial.is_error():
+            raise InvalidRequest(f"structured.{name}={shown(text)} cannot be followed: {_reason(trial)}")
+        with self._lock:
+            self._kept[source] = matcher
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def begin(self, structured: StructuredOutput, stop_ids: Sequence[int]) -> GrammarConstraint:
+        """Return a constraint at the beginning of the text; `stop_ids` end the sample."""
+        matcher = self.compile(structured).deep_copy()
+        assert self._vocabulary is not None
+        return GrammarConstraint(matcher, self._vocabulary.eos_tokens, [*self._eos_ids, *stop_ids])
+
+    def _make_vocabulary(self) -> llguidance.LLTokenizer:
+        import llguidance
+
+        size = max(self.vocab_size, self._tokenizer.vocab_size)
+        return llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=self._eos_ids or None)
+
+
+class GrammarConstraint:
+    """Follows one sample through a grammar; see `Constraint`.
+
+    Args:
+        eos_ids: end-of-sequence ids, as the matcher knows them.
+        ends: what a sample may say once its text is complete. If that does not stop it, it says nothing else any more.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int], ends: Sequence[int]) -> None:
+        self.held_from = 0
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._ends = ends
+        self._ended = False
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._ended = self._ended or token in self._eos_ids
+            if not self._ended and not self._matcher.consume_token(token):
+                raise RuntimeError(f"token {token} does not fit: {_reason(self._matcher)}")
+
+    def fill(self, mask: np.ndarray) -> None:
+        complete = self._ended or self._matcher.is_accepting()
+        if self._ended:
+            mask[:] = 0
+        else:
+            words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+            if self._matcher.is_error():
+                raise RuntimeError(_reason(self._matcher))
+            mask[:] = words[: len(mask)]
+        for token in self._eos_ids:
+            bar(mask, token)
+        for token in self._ends if complete else ():
+            allow(mask, token)
+
+
+def _grammar(name: str, text: str) -> str:
+    import llguidance
+
+    if name == "json_schema":
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+    if name == "json_object":
+        return llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
+    if name == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    if name == "choice":
+        return llguidance.LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        )
+    return llguidance.grammar_from("grammar", text)
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    """The error without the dump of the parser's state that follows it."""
+    return matcher.get_error().split("<state>")[0].strip()

@@ -1,0 +1,72 @@
+"""Structured output: what a user may ask the text of a sample to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import is_listed
+from .errors import InvalidRequest, shown
+
+MAX_GRAMMAR_CHARS = 1 << 20
+"""Characters of a schema, an expression, a grammar, or of all choices together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """The language that the output's text must be a word of. Exactly one of the first five is given.
+
+    Attributes:
+        json_schema: a JSON schema, as a mapping or as JSON text. A keyword that is not implemented is refused.
+        regex: a regular expression of the whole text, in the syntax of Rust's `regex` crate: no look-around, no
+            back-references.
+        choice: the texts to choose from.
+        grammar: a context-free grammar, in GBNF (`root ::= ...`) or Lark (`start: ...`).
+        json_object: any JSON object.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def source(self) -> tuple[str, str]:
+        """Return what was given: its name, and its text (choices and mappings as JSON).
+
+        Raises:
+            InvalidRequest: none was given, several were, or it has a wrong type or is too long.
+        """
+        if not isinstance(self.json_object, bool):
+            raise InvalidRequest(f"structured.json_object={shown(self.json_object)} must be True or False")
+        texts = {name: getattr(self, name) for name in ("json_schema", "regex", "choice", "grammar")}
+        given = {name: value for name, value in texts.items() if value is not None}
+        given |= {"json_object": "{}"} if self.json_object else {}
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"structured={shown(self)} must have exactly one of json_schema, regex, choice, grammar, json_object"
+            )
+        ((name, value),) = given.items()
+        text = _as_json(name, value) if name in ("json_schema", "choice") else value
+        if not isinstance(text, str):
+            raise InvalidRequest(f"structured.{name}={shown(value)} must be a string")
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(
+                f"structured.{name} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are supported"
+            )
+        return name, text
+
+
+def _as_json(name: str, value: Any) -> Any:
+    if name == "choice":
+        if not is_listed(value) or not len(value) or not all(isinstance(text, str) for text in value):
+            raise InvalidRequest(f"structured.choice={shown(value)} must be a list of at least one string")
+        return json.dumps(list(value))
+    if isinstance(value, Mapping):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"structured.json_schema={shown(value)} is not JSON: {error}") from error
+    return value
