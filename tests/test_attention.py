@@ -218,7 +218,7 @@ def uniform_step(table, rows, done, tokens, is_chunk, block_size, device):
     return StepInputs(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in step))
 
 
-def test_more_lanes_than_the_workspace_holds_are_refused():
+def test_more_lanes_than_the_schedules_hold_are_refused():
     spec = LayerSpec(2, 1, 16, 0.25)
     case, num_blocks = make_case(spec, lengths=[1, 2, 3], chunks=[], block_size=4)
     attention = backend_class("triton")([spec], num_blocks, 4, torch.float32, torch.device("cpu"), max_lanes=2)
