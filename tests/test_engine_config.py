@@ -35,6 +35,7 @@ BAD = {
     "max_model_len": [0, 1, -1, 1.5, 2049],
     "attention": ["flash", None, "triton"],
     "graphs": [1, None, "yes"],
+    "deterministic": [1, None, "yes"],
     "compile": [1, None, "yes", True],
     "prefix_cache": [1, None, "yes"],
     "policy": ["lifo", None, 3],

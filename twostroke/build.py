@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from .attention.interface import Attention
+from .attention.interface import Attention, LayerSpec
 from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
@@ -150,6 +150,8 @@ class _Builder:
             raise InvalidConfig("attention='triton' needs a CUDA device")
         if self.attention == "torch" and self.on_cuda and config.graphs:
             raise InvalidConfig("attention='torch' cannot be captured on CUDA: give graphs=False with it")
+        if self.attention == "torch" and self.on_cuda and config.deterministic:
+            raise InvalidConfig("attention='torch' depends on the batch on CUDA: deterministic=True needs 'triton'")
         # Every lane needs a token of the step's budget.
         self.max_lanes = min(config.max_rows, config.max_step_tokens)
 
@@ -163,6 +165,7 @@ class _Builder:
             dtype=config.dtype,
             seed=config.seed or 0,
             compile=config.compile,
+            deterministic=config.deterministic,
         )
         model = loaded.model
         loaded_at, weights_bytes = time.perf_counter(), used_bytes(device.torch_device)
@@ -257,6 +260,8 @@ class _Builder:
 
     def _make_attention(self, model: Model, num_blocks: int) -> Attention:
         arguments = (model.layers, num_blocks, self.config.block_size, model.dtype, self.device.torch_device)
+        if self.config.deterministic:
+            return _make_invariant_attention(self.attention, *arguments)
         if self.attention == "torch":
             from .attention.torch_backend import TorchAttention
 
@@ -343,6 +348,23 @@ def _sample(
     state: SamplingState, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, errors: torch.Tensor
 ) -> None:
     sample(logits, rows, state, tokens, errors)
+
+
+def _make_invariant_attention(
+    kind: str,
+    layers: list[LayerSpec],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    if kind == "torch":
+        from .attention.invariant_torch import InvariantTorchAttention
+
+        return InvariantTorchAttention(layers, num_blocks, block_size, dtype, device)
+    from .attention.invariant_triton import InvariantTritonAttention
+
+    return InvariantTritonAttention(layers, num_blocks, block_size, dtype, device)
 
 
 def _dummy_plan(dummy_row: int, lanes: int, tokens: int, longest: int) -> Plan:

@@ -37,6 +37,7 @@ class EngineConfig:
     attention: str
     graphs: bool
     compile: bool | str
+    deterministic: bool
     prefix_cache: bool
     policy: str
     patience: float | None
@@ -67,7 +68,7 @@ class EngineConfig:
             ("seed", 0, 2**64 - 1),
         ):
             self._integer(name, low, high)
-        for name in ("graphs", "prefix_cache"):
+        for name in ("graphs", "deterministic", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name}={shown(getattr(self, name))} must be True or False")
         if not isinstance(self.compile, bool) and self.compile != "auto":

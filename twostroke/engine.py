@@ -78,6 +78,8 @@ class Engine(Front):
         graphs: capture decode steps in CUDA graphs. Without CUDA there is nothing to capture.
         compile: compile the layers of a model that transformers runs, once for all that are alike; `auto`: on CUDA.
             Where that fails, the log says why, and they run as they are. The native decoder has nothing to compile.
+        deterministic: the logits of a token depend on its sequence alone, to the bit, and not on what else is in a
+            step, on chunks, or on preemption. It takes time. For the native decoder.
         prefix_cache: reuse the blocks of the KV cache whose tokens, and all before them, another request had too.
         policy: in which order requests get their turn: `fcfs`, first come, first served; `priority`, see
             `SamplingParams.priority`; `shortest`, short prompts first.
@@ -113,6 +115,7 @@ class Engine(Front):
         attention: str = "auto",
         graphs: bool = True,
         compile: bool | str = "auto",
+        deterministic: bool = False,
         prefix_cache: bool = True,
         policy: str = "fcfs",
         patience: float | None = None,

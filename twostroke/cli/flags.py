@@ -93,6 +93,9 @@ class EngineFlags:
     compile: Annotated[
         bool | None, engine_flag("Compile the layers of a model that transformers runs.", "--compile/--no-compile")
     ] = None
+    deterministic: Annotated[
+        bool | None, engine_flag("Logits that do not depend on the batch, to the bit.", "--deterministic")
+    ] = None
     prefix_cache: Annotated[
         bool | None, engine_flag("Reuse the KV cache of equal prompt beginnings.", "--prefix-cache/--no-prefix-cache")
     ] = None

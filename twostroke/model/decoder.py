@@ -6,17 +6,17 @@ import torch
 from torch.nn import functional
 
 from ..attention.interface import Attention
-from ..kernels import ops
+from ..kernels import invariant_ops, ops
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
 from .config import DecoderConfig
-from .linear import Linear
+from .linear import InvariantLinear, Linear
 
 
 class _Layer:
     """The weights of one layer: q, k and v merged into one projection, gate and up into another."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, linear: type[Linear]) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
@@ -24,13 +24,13 @@ class _Layer:
             return torch.ones(size, dtype=dtype, device=device)
 
         self.attention_norm = norm(hidden)
-        self.qkv = Linear(hidden, queries + 2 * keys, config.qkv_bias, dtype, device)
+        self.qkv = linear(hidden, queries + 2 * keys, config.qkv_bias, dtype, device)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.output = Linear(queries, hidden, config.output_bias, dtype, device)
+        self.output = linear(queries, hidden, config.output_bias, dtype, device)
         self.mlp_norm = norm(hidden)
-        self.gate_up = Linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
-        self.down = Linear(inner, hidden, config.mlp_bias, dtype, device)
+        self.gate_up = linear(hidden, 2 * inner, config.mlp_bias, dtype, device)
+        self.down = linear(inner, hidden, config.mlp_bias, dtype, device)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -47,9 +47,17 @@ class Decoder:
 
     A new decoder's matrices and biases are uninitialised, its norms 1; `weights` fills them. `pack` must be called once
     they are filled, before the first forward pass.
+
+    Args:
+        deterministic: the logits of a token do not depend on the tokens beside it, to the bit. Attention must be such
+            as keeps to that.
     """
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool = False
+    ) -> None:
+        linear = InvariantLinear if deterministic else Linear
+        self._ops = invariant_ops if deterministic else ops
         self.config = config
         self.layers = config.layer_specs()
         self.vocab_size = config.vocab_size
@@ -57,12 +65,12 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.blocks = [_Layer(config, dtype, device) for _ in config.windows]
+        self.blocks = [_Layer(config, dtype, device, linear) for _ in config.windows]
         self.final_norm = torch.ones(config.hidden_size, dtype=dtype, device=device)
         self.head = (
-            Linear.tied(self.embedding)
+            linear.tied(self.embedding)
             if config.tied
-            else Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+            else linear(config.hidden_size, config.vocab_size, False, dtype, device)
         )
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self.weight_bytes = sum(tensor.nbytes for tensor in self._step_tensors())
@@ -88,7 +96,7 @@ class Decoder:
 
         Nothing here waits for the device or has a shape that depends on data, so the pass can be captured.
         """
-        eps = self.config.norm_eps
+        ops, eps = self._ops, self.config.norm_eps
         cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, self.embedding)
         normed = ops.rms_norm(residual, self.blocks[0].attention_norm, eps)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+_BLOCK_ROWS = 16
+
 _PACKED_FOR_ROWS = 8
 """The row count that oneDNN chooses a packed layout for; decode batches on a CPU are about this size."""
 
@@ -46,6 +48,29 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         assert self.weight is not None
         return functional.linear(x, self.weight, self.bias)
+
+
+class InvariantLinear(Linear):
+    """A `Linear` whose result for a token does not depend on the tokens beside it, to the bit.
+
+    On the CPU, products always have the same shape, since libraries choose the order of their sums by it: tokens are
+    taken in blocks of 16, the last one filled up with zeros.
+    """
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, inputs] -> [T, outputs], dtype of x."""
+        if x.is_cuda:
+            return self._on_cuda(x)
+        filled = functional.pad(x, (0, 0, 0, -len(x) % _BLOCK_ROWS))
+        product = super().__call__
+        return torch.cat([product(block) for block in filled.split(_BLOCK_ROWS)])[: len(x)]
+
+    def _on_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        from ..kernels.invariant_linear import invariant_linear, linear_tiles
+
+        assert self.weight is not None
+        tiles = linear_tiles(torch.cuda.get_device_capability(x.device), len(self.weight), x.dtype)
+        return invariant_linear(x, self.weight, self.bias, tiles)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:

@@ -51,6 +51,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     seed: int = 0,
     compile: bool | str = "auto",
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Load a model.
 
@@ -63,13 +64,14 @@ def load_model(
             checkpoint's if that has two bytes, else bfloat16.
         seed: of the random weights of a preset.
         compile: compile the layers of a model that transformers runs; `auto`: on CUDA.
+        deterministic: logits do not depend on the batch, to the bit; for the native decoder only.
 
     Raises:
         InvalidConfig: for an argument that makes no sense, a model that is not found, or files that cannot be used.
         UnsupportedModel: if impl is `native` and the native decoder does not implement the model.
     """
     try:
-        return _load(name, impl, device, dtype, seed, compile)
+        return _load(name, impl, device, dtype, seed, compile, deterministic)
     except TwostrokeError:
         raise
     except Exception as error:  # the files are anybody's, and those who read them raise whatever they like
@@ -85,6 +87,7 @@ def _load(
     dtype: str | torch.dtype,
     seed: int,
     compile: bool | str,
+    deterministic: bool,
 ) -> LoadedModel:
     if impl not in IMPLEMENTATIONS:
         raise InvalidConfig(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -94,10 +97,15 @@ def _load(
     decoder_config = _native_config(config, impl)
     if decoder_config is not None and compile is True:
         raise InvalidConfig("compile=True: the native decoder has nothing to compile; impl='transformers' has")
+    if decoder_config is None and deterministic:
+        raise InvalidConfig(
+            f"deterministic=True: model={shown(os.fspath(name))} runs in transformers, whose sums depend on the batch; "
+            "the native decoder's need not"
+        )
     if compile == "auto":
         compile = device.type == "cuda"
     if decoder_config is not None:
-        model: Model = _load_native(decoder_config, directory, device, weights_dtype, seed)
+        model: Model = _load_native(decoder_config, directory, device, weights_dtype, seed, deterministic)
     else:
         model = _load_transformers(config, directory, device, weights_dtype, seed, bool(compile))
     chosen = "native" if decoder_config is not None else "transformers"
@@ -117,9 +125,14 @@ def _native_config(config: Mapping[str, Any], impl: str) -> DecoderConfig | None
 
 
 def _load_native(
-    config: DecoderConfig, directory: Path | None, device: torch.device, dtype: torch.dtype, seed: int
+    config: DecoderConfig,
+    directory: Path | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    deterministic: bool,
 ) -> Decoder:
-    decoder = Decoder(config, dtype, device)
+    decoder = Decoder(config, dtype, device, deterministic=deterministic)
     if directory is None:
         randomize(decoder, seed)
     else:
