@@ -14,7 +14,7 @@ from twostroke import Engine, InvalidConfig, SamplingParams, TwostrokeError
 from twostroke.bench import cpu_demo, registry
 from twostroke.bench.measure import measure
 from twostroke.bench.options import BenchOptions
-from twostroke.bench.result import Result, Run
+from twostroke.bench.result import Result, Run, compared
 from twostroke.cli.main import app
 
 
@@ -49,6 +49,8 @@ def test_the_file_has_the_promised_keys(tmp_path: Path) -> None:
         "floor_seconds": 3.0,
         "floor_share": 0.75,
         "cpu_us": {"plan": 9.0},
+        "case": None,
+        "relative": None,
         "rows": None,
         "waiting": None,
         "extra": {},
@@ -182,3 +184,41 @@ def test_both_peers_do_the_same_work(peer, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_peer_that_stops_early_is_not_reported() -> None:
     with pytest.raises(TwostrokeError, match=r"\[64, 3\]"):
         cpu_demo._check_complete("peer", [[0] * 64, [0] * 3], 2)
+
+
+def test_cases_are_set_against_the_first() -> None:
+    runs = compared({"a": [stub_run(1.0), stub_run(4.0), stub_run(2.0)], "b": [stub_run(3.0)]})
+    assert [(run.case, run.relative) for run in runs] == [("a", 0.5), ("a", 2.0), ("a", 1.0), ("b", 1.5)]
+    assert compared({"a": [stub_run(1.0)]}) == [stub_run(1.0)]
+
+
+def test_what_the_cases_ask_of_the_engine() -> None:
+    assert BenchOptions(repetitions=1).cases() == {"auto": {"impl": "auto"}}
+    both = BenchOptions(repetitions=1, impl="both", deterministic=True).cases()
+    assert both == {
+        "native": {"impl": "native"},
+        "transformers": {"impl": "transformers"},
+        "deterministic": {"impl": "native", "deterministic": True},
+    }
+
+
+def test_a_benchmark_of_one_engine_refuses_to_compare() -> None:
+    for options in (BenchOptions(repetitions=1, impl="both"), BenchOptions(repetitions=1, deterministic=True)):
+        with pytest.raises(InvalidConfig, match="benchmark 'cpu-step' measures one engine"):
+            registry.find("cpu-step").run(options, print)
+
+
+def test_the_demo_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def twostroke(loop, options, settings):
+        asked.append((loop, settings))
+        with Engine("tiny", device="cpu", loop=loop, max_rows=2, num_blocks=8, **settings) as engine:
+            return [measure(engine, [[1, 2]], SamplingParams(max_tokens=2))]
+
+    monkeypatch.setattr(cpu_demo, "_twostroke", twostroke)
+    monkeypatch.setattr(cpu_demo, "_transformers", lambda prompts, repetitions: iter([]))
+    found = cpu_demo.run("cpu-demo", BenchOptions(repetitions=1, loops=("async",), deterministic=True), print)
+    assert asked == [("async", {"impl": "auto"}), ("async", {"impl": "auto", "deterministic": True})]
+    assert [run.case for run in found.runs] == ["auto", "deterministic"]
+    assert found.runs[0].relative == 1.0

@@ -57,7 +57,7 @@ def recording():
         for line, row in zip(logits, rows.tolist(), strict=True):
             key = int(state.seed_low[row]), int(state.outputs[row])
             if key[0] >= 100 and key[1] < TOKENS:
-                seen[key] = line.float().numpy().tobytes()
+                seen[key] = line.float().cpu().numpy().tobytes()
         sample(logits, rows, state, tokens, errors)
 
     with mock.patch("twostroke.build.sample", spy):

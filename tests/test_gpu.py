@@ -158,3 +158,17 @@ def test_compiled_layers_of_transformers_give_the_same_tokens(graphs, caplog):
     found = tokens_of(prompts, GREEDY, impl="transformers", graphs=graphs)
     assert "not compiled" not in caplog.text
     assert found == tokens_of(prompts, GREEDY, impl="transformers", graphs=graphs, compile=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_logits_do_not_depend_on_the_batch(dtype, monkeypatch):
+    """Bit for bit, though graphs record nothing here: eagerly, alone and together, whole and in chunks."""
+    import test_deterministic as bits
+
+    monkeypatch.setattr(bits, "running", lambda mode, model, **options: running(model, **options))
+    options = dict(deterministic=True, dtype=dtype, graphs=False)
+    expected = bits.logits_alone("tiny", **options)
+    for variant in bits.VARIANTS.values():
+        assert bits.logits_together("sync", "tiny", **variant, **options)[0] == expected
+    captured = tokens_of(bits.PROMPTS, GREEDY, deterministic=True, dtype=dtype)[0]
+    assert captured == tokens_of(bits.PROMPTS, GREEDY, deterministic=True, dtype=dtype, max_step_tokens=13)[0]

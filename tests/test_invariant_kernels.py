@@ -95,7 +95,7 @@ def test_attention_finds_its_chunk_among_many():
 @pytest.mark.parametrize("window", [0, 21])
 def test_a_decoded_token_is_the_same_as_part_of_a_prompt(window):
     """As it is computed anew after preemption: in a chunk of any length, beside others or alone."""
-    spec = LayerSpec(6, 2, 24, 24**-0.5, window)
+    spec = LayerSpec(3, 1, 16, 0.25, window)
     tiles = InvariantTiles(16, warps=4, stages=1)
     case, num_blocks = make_case(spec, lengths=[], chunks=[(0, 50)], block_size=4, device=DEVICE)
     attention = InvariantTritonAttention([spec], num_blocks, 4, torch.float32, torch.device(DEVICE))

@@ -19,7 +19,7 @@ from ..model.load import DEFAULT_MODEL
 from ..sampling_params import SamplingParams
 from .measure import Measured, measure
 from .options import BenchOptions
-from .result import Result, Run, usable_cores
+from .result import Result, Run, compared, usable_cores
 from .workload import CHATS
 
 NEW_TOKENS = 64
@@ -38,10 +38,13 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     runs: list[Run] = []
     prompts: TokenLists = []
     for loop in options.loops:
-        say(f"twostroke, {loop} loop")
-        measured = _twostroke(loop, options)
-        prompts = [output.prompt_token_ids for output in measured[0].outputs]
-        runs += [one.as_run(loop) for one in measured]
+        measured: dict[str, list[Run]] = {}
+        for case, settings in options.cases().items():
+            say(f"twostroke, {case}, {loop} loop")
+            repeated = _twostroke(loop, options, settings)
+            prompts = [output.prompt_token_ids for output in repeated[0].outputs]
+            measured[case] = [one.as_run(loop) for one in repeated]
+        runs += compared(measured)
     say("transformers, padded and continuous batching")
     runs += _transformers(prompts, options.repetitions)
     workload = {
@@ -57,11 +60,11 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 
 
-def _twostroke(loop: str, options: BenchOptions) -> list[Measured]:
+def _twostroke(loop: str, options: BenchOptions, settings: dict[str, Any]) -> list[Measured]:
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with Engine(
         DEFAULT_MODEL,
-        impl=options.impl,
+        **settings,
         device="cpu",
         dtype="float32",
         loop=loop,

@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from .floor import Cost, floor_of
 from .measure import measure
 from .options import BenchOptions
 from .peers import measure_peers
-from .result import Result, Run
+from .result import Result, Run, compared
 
 WARM_UP_TOKENS = 8
 MAX_STEP_TOKENS = 2048
@@ -101,9 +102,12 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     runs: list[Run] = []
     built: dict[str, object] = {}
     for loop in options.loops:
-        say(f"twostroke, {loop} loop")
-        runs += _twostroke(workload, loop, options, ceilings, built)
-        release_memory()
+        measured: dict[str, list[Run]] = {}
+        for case, settings in options.cases().items():
+            say(f"twostroke, {case}, {loop} loop")
+            measured[case] = _twostroke(workload, loop, options, settings, ceilings, built)
+            release_memory()
+        runs += compared(measured)
     failures: dict[str, str] = {}
     runs += measure_peers(name, options, sum(workload.outputs), failures, say)
     facts = {
@@ -124,13 +128,18 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
 
 
 def _twostroke(
-    workload: Workload, loop: str, options: BenchOptions, ceilings: Ceilings, built: dict[str, object]
+    workload: Workload,
+    loop: str,
+    options: BenchOptions,
+    settings: dict[str, Any],
+    ceilings: Ceilings,
+    built: dict[str, object],
 ) -> list[Run]:
     params = [SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True) for n in workload.outputs]
     warm_up = SamplingParams(temperature=workload.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     with Engine(
         workload.model,
-        impl=options.impl,
+        **settings,
         dtype="bfloat16",
         loop=loop,
         slots=options.slots,

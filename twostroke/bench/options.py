@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +12,8 @@ class BenchOptions:
     """Attributes:
     repetitions: measured runs of each engine.
     loops: loops of twostroke to measure, in this order.
-    impl, slots: of the engine, where the benchmark does not fix them.
+    impl, slots: of the engine, where the benchmark does not fix them. With `impl="both"`, `cases` has two.
+    deterministic: measure that mode too, beside the engine without it.
     max_step_tokens: of the engine; None is the benchmark's own.
     peers: names of other engines to measure on the same workload, see `peers.PEERS`.
     peer_dir: folder with the peers' scripts, their models' configurations and what they import.
@@ -21,6 +23,7 @@ class BenchOptions:
     loops: tuple[str, ...] = ("sync", "async")
     impl: str = "auto"
     slots: int = 2
+    deterministic: bool = False
     max_step_tokens: int | None = None
     peers: tuple[str, ...] = ()
     peer_dir: Path | None = None
@@ -28,3 +31,11 @@ class BenchOptions:
     def step_tokens(self, own: int) -> int:
         """The `max_step_tokens` to use, where the benchmark's own is `own`."""
         return own if self.max_step_tokens is None else self.max_step_tokens
+
+    def cases(self) -> dict[str, dict[str, Any]]:
+        """Arguments of the engine for each case to measure, by its name. All are measured against the first."""
+        impls = ("native", "transformers") if self.impl == "both" else (self.impl,)
+        cases: dict[str, dict[str, Any]] = {impl: {"impl": impl} for impl in impls}
+        if self.deterministic:
+            cases["deterministic"] = {"impl": impls[0], "deterministic": True}
+        return cases

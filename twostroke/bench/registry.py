@@ -35,10 +35,16 @@ class Benchmark:
             InvalidConfig: the benchmark needs what this machine does not have, or cannot be run by a peer asked for.
         """
         check_peers(self.name, options)
+        if self.module not in _COMPARING and (options.impl == "both" or options.deterministic):
+            asked = "impl='both'" if options.impl == "both" else "deterministic=True"
+            raise InvalidConfig(f"benchmark {self.name!r} measures one engine, not {asked} beside it")
         module = importlib.import_module(f".{self.module}", __package__)
         result: Result = module.run(self.name, options, say)
         return result
 
+
+_COMPARING = {"cpu_demo", "offline"}
+"""The modules that measure all of `BenchOptions.cases`."""
 
 BENCHMARKS = {
     benchmark.name: benchmark

@@ -8,11 +8,12 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 PACKAGES = ("twostroke", "torch", "triton", "transformers", "tokenizers", "numpy")
@@ -36,6 +37,8 @@ class Run:
         floor_share: `floor_seconds / seconds`.
         cpu_us: mean time of the loop's own work per step, in microseconds, by phase (`plan`, `fill`,
             `commit`, and `queue`, handing the work to the streams, where it was measured).
+        case: what the engine was asked for, where the benchmark compares several; the first one is the measure.
+        relative: `seconds` over the median of the first case under the same loop.
         rows, waiting: samples that decode, and in the queue, where the benchmark fixes them.
         extra: further figures of the benchmark, by name.
     """
@@ -52,6 +55,8 @@ class Run:
     floor_seconds: float | None = None
     floor_share: float | None = field(init=False)
     cpu_us: Mapping[str, float] | None = None
+    case: str | None = None
+    relative: float | None = None
     rows: int | None = None
     waiting: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -60,6 +65,14 @@ class Run:
         object.__setattr__(self, "tokens_per_s", self.tokens / self.seconds)
         share = None if self.floor_seconds is None else self.floor_seconds / self.seconds
         object.__setattr__(self, "floor_share", share)
+
+
+def compared(cases: Mapping[str, Sequence[Run]]) -> list[Run]:
+    """The runs of all cases, named, and set against the first case if there are several."""
+    if len(cases) == 1:
+        return [run for runs in cases.values() for run in runs]
+    measure = median(run.seconds for run in next(iter(cases.values())))
+    return [replace(run, case=name, relative=run.seconds / measure) for name, runs in cases.items() for run in runs]
 
 
 @dataclass(frozen=True, kw_only=True)

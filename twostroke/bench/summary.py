@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from .result import Result, Run
 
 FIGURES: dict[str, Callable[[Run], str | None]] = {
+    "case": lambda run: run.case,
     "rows": lambda run: _number(run.rows, "d"),
     "waiting": lambda run: _number(run.waiting, ",d"),
     "seconds": lambda run: f"{run.seconds:.2f}",
+    "relative": lambda run: _number(run.relative, ".3f"),
     "tokens": lambda run: str(run.tokens),
     "tokens/s": lambda run: f"{run.tokens_per_s:.1f}",
     "ms/step": lambda run: _number(run.ms_per_step, ".2f"),
@@ -56,7 +58,8 @@ def medians(runs: Sequence[Run]) -> list[Run]:
     """The run with the median time of each engine, loop and case; of an even number, the slower of the middle two."""
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.engine, run.loop, run.rows, run.waiting, run.extra.get("streamed")), []).append(run)
+        case = (run.engine, run.loop, run.case, run.rows, run.waiting, run.extra.get("streamed"))
+        groups.setdefault(case, []).append(run)
     return [sorted(group, key=lambda run: run.seconds)[len(group) // 2] for group in groups.values()]
 
 

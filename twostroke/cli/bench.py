@@ -32,7 +32,10 @@ def bench(
         int | None, typer.Option(min=1, help="Measured runs of each engine; the benchmark's own number if not given.")
     ] = None,
     loop: Annotated[str, typer.Option(help="sync, async or both.")] = "both",
-    impl: Annotated[str, typer.Option(help="native, transformers or auto.")] = "auto",
+    impl: Annotated[str, typer.Option(help="native, transformers, auto, or both: the former two.")] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Measure the mode of that name too, against the engine without it.")
+    ] = False,
     slots: Annotated[int, typer.Option(min=1, help="Sets of buffers; steps in flight.")] = 2,
     max_step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one step; the benchmark's own number if not given.")
@@ -57,6 +60,7 @@ def bench(
         loops=LOOPS[loop],
         impl=impl,
         slots=slots,
+        deterministic=deterministic,
         max_step_tokens=max_step_tokens,
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
