@@ -114,7 +114,7 @@ class ServerProcess(Client):
 
 
 @contextmanager
-def served(model: Any, *flags: str, **environment: str) -> Iterator[ServerProcess]:
+def served(model: Any, *flags: str, stderr: Any = None, **environment: str) -> Iterator[ServerProcess]:
     """Run `twostroke serve`; ended with SIGTERM, and by force if that does not do."""
     command = [
         sys.executable,
@@ -131,7 +131,7 @@ def served(model: Any, *flags: str, **environment: str) -> Iterator[ServerProces
     command += ["--served-model-name", MODEL, *flags]
     root = Path(__file__).parent.parent
     environ = os.environ | {"PYTHONPATH": os.fspath(root)} | environment
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, cwd=root)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ, cwd=root)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

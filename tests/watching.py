@@ -18,9 +18,9 @@ def make_handles(engine: Engine, prompts: Sequence[Any], params: Sequence[Sampli
     return [engine._make_handle(None, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     """Wait for what another thread is about to do."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.001)

@@ -33,6 +33,11 @@ class RemoteCommands:
         self._thread = threading.Thread(target=self._write, name="twostroke-writer", daemon=True)
         self._thread.start()
 
+    @property
+    def open(self) -> bool:
+        """Whether commands are taken."""
+        return self._closed is None
+
     def submit(self, samples: Sequence[Sample]) -> None:
         numbers = [next(self._next_number) for _ in samples]
         numbered = list(zip(numbers, samples, strict=True))

@@ -109,6 +109,11 @@ class RemoteEngine(Front):
         """The id of the engine process."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._remote.open
+
     def ask_stats(self) -> Future[dict[str, Any]]:
         """Ask for `EngineStats`, as a dict.
 

@@ -28,9 +28,6 @@ class Supervisor:
 
     Raises:
         TwostrokeError: the first engine did not start.
-
-    Attributes:
-        engine: None while there is none.
     """
 
     def __init__(self, start: Callable[[Callable[[], None]], RemoteEngine], *, restart: bool) -> None:
@@ -40,19 +37,24 @@ class Supervisor:
         self._lock = threading.Lock()
         self._failures = 0
         self._began = time.monotonic()
-        self.engine: RemoteEngine | None = start(self._on_end)
+        self._engine: RemoteEngine | None = start(self._on_end)
+
+    @property
+    def engine(self) -> RemoteEngine | None:
+        """The engine that takes requests, if there is one."""
+        engine = self._engine
+        return engine if engine is not None and engine.alive else None
 
     def close(self) -> None:
         """Close the engine, and start no other."""
         self._closed.set()
         with self._lock:
-            engine, self.engine = self.engine, None
+            engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
 
     def _on_end(self) -> None:
         """The engine is dead; called by a thread that was its own."""
-        self.engine = None
         _log.error("the engine process has ended%s", "; starting another" if self._restart else "")
         if time.monotonic() - self._began > STEADY_SECONDS:
             self._failures = 0
@@ -71,6 +73,6 @@ class Supervisor:
         self._began = time.monotonic()
         with self._lock:
             if not self._closed.is_set():
-                self.engine = engine
+                self._engine = engine
                 return
         engine.close()
