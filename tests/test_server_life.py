@@ -99,12 +99,10 @@ def test_another_engine_is_started_if_asked_for():
     with hosted(TINY, {"restart": True}) as server:
         first = server.supervisor.engine
         expected = server.post(PATH, body(9, stream=False)).json["choices"][0]["token_ids"]
-        for _ in range(2):
-            os.kill(server.supervisor.engine.pid, signal.SIGKILL)
-            wait_until(lambda: server.get("/health").status == 503)
-            wait_until(lambda: server.get("/health").status == 200, START)
-            again = server.post(PATH, body(9, stream=False)).json["choices"][0]["token_ids"]
-            assert again == expected
+        os.kill(first.pid, signal.SIGKILL)
+        wait_until(lambda: server.get("/health").status == 503)
+        wait_until(lambda: server.get("/health").status == 200, START)
+        assert server.post(PATH, body(9, stream=False)).json["choices"][0]["token_ids"] == expected
         with pytest.raises(EngineDead):
             first.submit([3])
 
@@ -128,15 +126,14 @@ def test_sigterm_lets_requests_finish(small_dir):
         assert server.process.wait(PATIENCE) == 0
 
 
-@pytest.mark.parametrize("name", [signal.SIGTERM, signal.SIGINT])
-def test_requests_that_take_too_long_are_cancelled_at_the_end(small_dir, name):
-    """G07, D06: they get what there is, text that was held back for a stop string too, and an error."""
+def test_requests_that_take_too_long_are_cancelled_at_the_end(small_dir):
+    """G07, D06, and Ctrl-C: they get what there is, text that was held back for a stop string too, and an error."""
     with served(small_dir, *FLAGS, "--shutdown-timeout", "0.5") as server:
         text = server.post(PATH, body(20, stream=False)).json["choices"][0]["text"]
         held = begun(server, body(1900, stop=text[:15] + "never"))
         waiting = server.open(PATH, body(1900, stream=False))
         time.sleep(0.5)
-        os.kill(server.process.pid, name)
+        os.kill(server.process.pid, signal.SIGINT)
         events = read_events(held)
         assert events[-1]["error"]["code"] == "shutting_down"
         said = "".join(event["choices"][0]["text"] for event in events[:-1])
@@ -154,11 +151,10 @@ def start(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=START, env=os.environ | environment)
 
 
-def test_what_a_server_does_not_start_with(tmp_path):
+def test_what_a_server_does_not_start_with():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flags, code, message in (
             (("--model", "tiny", "--max-model-len", "99999"), 2, "max_model_len=99999"),
-            (("--model", os.fspath(tmp_path / "none")), 2, "none"),
             (("--port", str(taken.getsockname()[1])), 1, "in use"),
         ):
             ended = start(*flags)
