@@ -3,13 +3,16 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint tables clean
+.PHONY: demo test test-all lint tables clean
 
 demo: $(STAMP)
 	$(BIN)/python -m twostroke demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m ""
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -25,6 +25,7 @@ class Row:
     outputs: int = 0
     min_outputs: int = 0
     stop_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0
 
 
 DUMMY = Row(temperature=0.0)
@@ -42,6 +43,7 @@ def make_state(rows: Sequence[Row], device: str = "cpu") -> SamplingState:
         top_k=column([row.top_k for row in rows]),
         top_p=column([row.top_p for row in rows], np.float32),
         min_p=column([row.min_p for row in rows], np.float32),
+        typical_p=column([row.typical_p for row in rows], np.float32),
         seed_low=column([row.seed & 0xFFFFFFFF for row in rows], np.uint32).view(torch.int32),
         seed_high=column([row.seed >> 32 for row in rows], np.uint32).view(torch.int32),
         outputs=column([row.outputs for row in rows]),
@@ -86,7 +88,20 @@ def kept_tokens(logits: np.ndarray, row: Row) -> np.ndarray:
         kept &= scaled >= scaled[order[np.argmax(reached)]]
     if row.min_p > 0.0:
         kept &= scaled >= math.log(np.float32(row.min_p))
-    return kept
+    return kept & typical_tokens(scaled, kept, row.typical_p)
+
+
+def typical_tokens(scaled: np.ndarray, kept: np.ndarray, typical_p: float) -> np.ndarray:
+    """Mask of the tokens whose surprise is nearest to the entropy, by sorting, in float64."""
+    if typical_p >= 1.0:
+        return kept
+    mass = np.where(kept, np.exp(scaled), 0.0) / np.exp(scaled[kept]).sum()
+    surprise = -np.log(mass, where=mass > 0, out=np.full(len(mass), -np.inf))
+    shift = np.where(mass > 0, np.abs(surprise - (mass * np.where(mass > 0, surprise, 0.0)).sum()), np.inf)
+    order = np.argsort(shift, kind="stable")
+    reached = np.cumsum(mass[order]) >= np.float32(typical_p)
+    # NOTE: ties in exact arithmetic may differ by rounding here.
+    return shift <= shift[order[np.argmax(reached)]] + 1e-9
 
 
 def expected_token(logits: np.ndarray, row: Row) -> tuple[int, int]:
@@ -112,6 +127,15 @@ def every_combination(vocab: int) -> list[Row]:
     choices = product((0.0, 0.7, 1.5), (-1, 1, 3, vocab, vocab + 9), (1e-6, 0.9, 1.0), (0.0, 0.1, 1.0))
     return [
         Row(*choice, seed=number * 0x9E3779B97F4A7C15 % 2**64, outputs=number % 7)
+        for number, choice in enumerate(choices)
+    ]
+
+
+def typical_rows(vocab: int) -> list[Row]:
+    """typical_p with each kind of temperature, alone and behind the other filters; and rows without it."""
+    choices = product((0.0, 0.7, 1.5), (0, vocab // 2), (0.9, 1.0), (0.0, 0.05), (0.1, 0.5, 0.95, 1.0))
+    return [
+        Row(*choice[:4], typical_p=choice[4], seed=number * 0x9E3779B97F4A7C15 % 2**64, outputs=number % 7)
         for number, choice in enumerate(choices)
     ]
 

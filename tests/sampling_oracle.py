@@ -65,6 +65,20 @@ def keep(scaled: np.ndarray, params: SamplingParams, slack: float = 0.0) -> np.n
     if params.min_p > 0:
         kept &= scaled >= scaled.max() + np.log(params.min_p) - slack
     kept[scaled.argmax()] = True
+    return kept & keep_typical(np.where(kept, scaled, -np.inf), params.typical_p + slack)
+
+
+def keep_typical(scaled: np.ndarray, typical_p: float) -> np.ndarray:
+    """Which tokens have a surprise near the entropy, bool [V]; all where typical_p is 1 or more."""
+    if typical_p >= 1:
+        return np.full(len(scaled), True)
+    logarithms = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+    weights = np.exp(logarithms)
+    entropy = -(weights * np.where(weights > 0, logarithms, 0.0)).sum()
+    shift = np.abs(-logarithms - entropy)
+    order = np.argsort(shift, kind="stable")
+    last = order[np.argmax(np.cumsum(weights[order]) >= typical_p)]
+    kept: np.ndarray = shift <= shift[last]
     return kept
 
 

@@ -54,7 +54,8 @@ def test_help_names_the_commands() -> None:
 
 def test_every_sampling_parameter_is_a_flag_with_the_same_default() -> None:
     """A parameter added to the API and forgotten here, or a default that drifts apart."""
-    flags = {f.name.replace("stop_token_id", "stop_token_ids") for f in fields(SamplingFlags)}
+    plural = {name: f"{name}s" for name in ("stop_token_id", "allowed_token_id", "bad_word")}
+    flags = {plural.get(f.name, f.name) for f in fields(SamplingFlags)}
     assert flags == {f.name for f in fields(SamplingParams)}
     assert SamplingFlags().params() == SamplingParams()
 
@@ -161,6 +162,12 @@ def test_stop_strings_and_special_tokens(smollm2_dir: Path, tmp_path: Path) -> N
 def test_flags_of_text_reach_the_parameters() -> None:
     flags = SamplingFlags(stop=["a", "b"], include_stop=True, skip_special_tokens=False)
     assert flags.params() == SamplingParams(stop=["a", "b"], include_stop=True, skip_special_tokens=False)
+
+
+def test_flags_of_tokens_reach_the_parameters() -> None:
+    flags = SamplingFlags(logit_bias=["5=1.5", "7=-100"], allowed_token_id=[5, 7], bad_word=["a"], stop_token_id=[9])
+    expected = dict(logit_bias={5: 1.5, 7: -100.0}, allowed_token_ids=[5, 7], bad_words=["a"], stop_token_ids=(9,))
+    assert flags.params() == SamplingParams(**expected)
     seen: list[bool] = []
 
     def command(sampling: SamplingFlags) -> None:
@@ -184,6 +191,8 @@ def test_flags_of_text_reach_the_parameters() -> None:
         (("--max-tokens", "0"), "max_tokens=0"),
         (("--min-tokens", "9", "--max-tokens", "8"), "min_tokens=9"),
         (("--stop", ""), "stop[0]=''"),
+        (("--logit-bias", "5:1"), "logit_bias='5:1'"),
+        (("--logit-bias", "5=nan"), "logit_bias[5]=nan"),
         (("--slots", "0"), "slots=0"),
         (("--loop", "both"), "loop='both'"),
         (("--model", "./nowhere"), "model='./nowhere'"),

@@ -53,12 +53,12 @@ def recording():
     """Yield what the sampler sees: (seed, output index) -> the bits of the logits."""
     seen: Logits = {}
 
-    def spy(logits, rows, state, tokens, errors):
+    def spy(logits, rows, state, tokens, errors, typical):
         for line, row in zip(logits, rows.tolist(), strict=True):
             key = int(state.seed_low[row]), int(state.outputs[row])
             if key[0] >= 100 and key[1] < TOKENS:
                 seen[key] = line.float().cpu().numpy().tobytes()
-        sample(logits, rows, state, tokens, errors)
+        sample(logits, rows, state, tokens, errors, typical)
 
     with mock.patch("twostroke.build.sample", spy):
         yield seen

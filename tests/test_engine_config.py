@@ -33,6 +33,7 @@ BAD = {
     "num_blocks": [0, 1, -1, 1.5, 10**12, 10**30],
     "cache_bytes": [0, -1, 1.5, 100],
     "max_model_len": [0, 1, -1, 1.5, 2049],
+    "max_ledgers": [-1, 1.5, "1", True],
     "attention": ["flash", None, "triton"],
     "graphs": [1, None, "yes"],
     "deterministic": [1, None, "yes"],

@@ -28,7 +28,7 @@ BELOW_ENGINE = WORDS | {
         "constraints",
     ),
 }
-ENGINE = {"engine", "build", "config", "front", "inbox", "lifecycle", "progress", "prompts", "watched"}
+ENGINE = {"engine", "build", "build_report", "config", "front", "inbox", "lifecycle", "progress", "prompts", "watched"}
 """The engine and the files it is cut into."""
 
 ALLOWED = {
@@ -36,8 +36,9 @@ ALLOWED = {
     "structured": {"checks"},
     "held_input": {"numpy"},
     "sampling_params": {"numpy", "checks", "structured"},
-    "request": {"numpy", "checks", "sampling_params"},
-    "plan": {"numpy", "request"},
+    "logit_rules": {"numpy", "checks", "sampling_params"},
+    "plan": {"numpy", "sampling_params"},
+    "request": {"numpy", "checks", "sampling_params", "logit_rules", "plan"},
     "errors": set(),
     "cache": {"numpy", "request", "plan"},
     "scheduler": {"numpy", "request", "plan", "held_input", "cache"},
@@ -57,7 +58,8 @@ ALLOWED = {
     "inbox": set(),
     "progress": {"rich"},
     "prompts": {"numpy", "text"},
-    "build": {"torch", "numpy", "config"} | BELOW_ENGINE,
+    "build_report": set(),
+    "build": {"build_report", "torch", "numpy", "config"} | BELOW_ENGINE,
     "lifecycle": {"torch", "build", "inbox", "watched"} | BELOW_ENGINE,
     "front": {"progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,

@@ -5,11 +5,22 @@ Names like c01 or r05 are faults that other engines have had.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from sampling_case import NUM_STOPS, Row, every_combination, expected_token, kept_tokens, make_state, random_logits, run
+from sampling_case import (
+    NUM_STOPS,
+    Row,
+    every_combination,
+    expected_token,
+    kept_tokens,
+    make_state,
+    random_logits,
+    run,
+    typical_rows,
+)
 
 from twostroke.sampling.sampler import sample
 from twostroke.sampling.torch_sampler import keep_radius
@@ -37,6 +48,49 @@ def test_tokens_are_those_of_the_definition(vocab: int) -> None:
     logits = random_logits(len(rows), vocab, seed=vocab)
     expected = [expected_token(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
     assert run(sample, logits, range(len(rows)), make_state(rows)) == tuple(map(list, zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize("vocab", [6, 63, 260])
+def test_typical_tokens_are_those_of_the_definition(vocab: int) -> None:
+    rows = typical_rows(vocab)
+    logits = random_logits(len(rows), vocab, seed=vocab)
+    expected = [expected_token(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
+    found = run(partial(sample, typical=True), logits, range(len(rows)), make_state(rows))
+    assert found == tuple(map(list, zip(*expected, strict=True)))
+
+
+def test_typical_p_can_drop_the_most_likely_token() -> None:
+    """What is left of a flat crowd beside one peak: the surprise of the crowd is nearer to the entropy."""
+    logits = torch.tensor([[3.0] + [0.0] * 200]).repeat(20, 1)
+    rows = [Row(typical_p=0.5, seed=seed) for seed in range(20)]
+    tokens, errors = run(partial(sample, typical=True), logits, range(20), make_state(rows))
+    assert not any(errors)
+    assert 0 not in tokens
+
+
+@pytest.mark.parametrize("typical_p", [0.2, 0.7, 0.99])
+def test_typical_sets_are_those_of_transformers(typical_p: float) -> None:
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(3)) * 2
+    scores = warpers.TypicalLogitsWarper(typical_p)(None, warpers.TopPLogitsWarper(0.95)(None, logits / 0.8))
+    row = Row(temperature=0.8, top_p=0.95, typical_p=typical_p)
+    for got, x in zip(scores, logits, strict=True):
+        assert np.array_equal(got.isfinite().numpy(), kept_tokens(x.numpy(), row))
+
+
+def test_typical_draws_follow_the_probabilities() -> None:
+    """Chi-squared over the tokens that typical_p keeps, with 5 degrees of freedom: above 20.5 once in 1,000 seeds, had
+    the seed not been fixed."""
+    logits = [0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5]
+    row, count = Row(typical_p=0.9, temperature=1.3, seed=4), 8_000
+    state = make_state([replace(row, outputs=index) for index in range(count)])
+    tokens, _ = run(partial(sample, typical=True), torch.tensor(logits).repeat(count, 1), range(count), state)
+    kept = torch.from_numpy(kept_tokens(np.array(logits, np.float32), row)).nonzero().squeeze(1)
+    seen = torch.bincount(torch.tensor(tokens), minlength=8)
+    assert len(kept) == 6
+    assert seen[kept].sum() == count
+    expected = (torch.tensor(logits, dtype=torch.float64)[kept] / 1.3).softmax(0) * count
+    assert ((seen[kept] - expected) ** 2 / expected).sum() < 20.5
 
 
 @pytest.mark.parametrize("vocab", [5, 1000, 4099])

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from sampling_case import DUMMY, Row, every_combination, make_state, random_logits, run
+from sampling_case import DUMMY, Row, every_combination, make_state, random_logits, run, typical_rows
 
 from twostroke.kernels.philox import PURPOSE_TOKEN, gumbel, philox
 from twostroke.sampling.sampler import sample
@@ -35,15 +36,23 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def sample_in_triton(
-    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, tokens: torch.Tensor, errors: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    tokens: torch.Tensor,
+    errors: torch.Tensor,
+    typical: bool = False,
 ) -> None:
-    sample_rows(logits, rows, *state, tokens, errors)
+    sample_rows(logits, rows, *state, tokens, errors, typical)
 
 
-def assert_same(logits: torch.Tensor, rows: list[Row], device: str, lanes: list[int] | None = None) -> None:
+def assert_same(
+    logits: torch.Tensor, rows: list[Row], device: str, lanes: list[int] | None = None, typical: bool = False
+) -> None:
     lanes = lanes or list(range(len(rows)))
-    expected = run(sample, logits, lanes, make_state(rows))
-    tokens, errors = run(sample_in_triton, logits.to(device), lanes, make_state(rows, device))
+    expected = run(partial(sample, typical=typical), logits, lanes, make_state(rows))
+    found = run(partial(sample_in_triton, typical=typical), logits.to(device), lanes, make_state(rows, device))
+    tokens, errors = found
     assert errors == expected[1]
     wrong = [number for number, token in enumerate(tokens) if token != expected[0][number]]
     if device == "cpu":
@@ -212,3 +221,10 @@ def test_the_dispatch_captures_in_a_graph_and_follows_the_state() -> None:
 
 def eager_tokens(sampler: Callable, logits: torch.Tensor, state: SamplingState) -> list[int]:
     return run(sampler, logits, range(len(logits)), state)[0]
+
+
+@pytest.mark.parametrize("vocab", [7, 300])
+def test_typical_tokens_are_those_of_the_torch_path(vocab: int, device: str) -> None:
+    rows = typical_rows(vocab)[:: 5 if vocab > 100 else 2]
+    rows = [replace(row, min_outputs=3, stop_ids=(1, 4)) for row in rows]
+    assert_same(random_logits(len(rows), vocab, seed=vocab), rows, device, typical=True)

@@ -6,63 +6,46 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
-import numpy as np
 import torch
 
-from .attention.interface import Attention, LayerSpec
+from .attention.backends import make_attention
+from .attention.interface import Attention
+from .build_report import BuildReport
 from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
 from .device.cpu import CpuDevice
+from .device.dummies import dummy_plan, empty_ledger
 from .device.layout import input_capacity
+from .device.ledgers import Ledgers, ledger_bytes
 from .device.memory import available_bytes, free_bytes, used_bytes
 from .device.shapes import ExactShapes, PaddedShapes
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device
 from .errors import InvalidConfig
 from .kernels.batch import TorchBatchOps
+from .kernels.ledger import LedgerOps, TorchLedgerOps
 from .kernels.step import StepInputs
 from .model.interface import Model
 from .model.load import LoadedModel, load_model
-from .plan import ROW_RECORD, Plan
+from .plan import NO_FEATURES, Feature, max_ledger_words
 from .request import Limits
 from .runner import MAX_PROMPT_GRAPHS, BatchOps, Runner
 from .sampling.sampler import sample
+from .sampling.stage import Stage
 from .sampling.state import SamplingState
 from .scheduler.policy import make_policy
 from .scheduler.scheduler import Scheduler
 from .scheduler.step_costs import StepCosts
 from .text.tokenizer import Tokenizer, find_tokenizer
 
-_PROFILE_STEP = 0
-
 _GRAPH_BYTES = 4 << 20
 """Device memory that a captured graph takes beside the pool, at most: its nodes with their parameters."""
 
-
-@dataclass(frozen=True)
-class BuildReport:
-    """What building the engine took.
-
-    Attributes:
-        num_blocks: blocks of the cache, the dummy block included. cache_bytes: their bytes.
-        slot_host_bytes, slot_device_bytes: bytes of one slot's buffers.
-        graphs: CUDA graphs captured.
-        weights_device_bytes, ready_device_bytes: device memory in use with the weights loaded, and at the end, graphs
-            included; 0 on the CPU.
-        weights_seconds, ready_seconds: time to load the weights, and from then to the end.
-    """
-
-    num_blocks: int
-    cache_bytes: int
-    slot_host_bytes: int
-    slot_device_bytes: int
-    graphs: int
-    weights_device_bytes: int
-    ready_device_bytes: int
-    weights_seconds: float
-    ready_seconds: float
+LEDGER_SHARE = 1 / 16
+"""Share of the memory that the cache may take which ledgers may take of it."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +158,20 @@ class _Builder:
         padded = PaddedShapes(self.max_lanes, config.max_rows, config.max_step_tokens)
         shapes = padded if self.on_cuda else ExactShapes()
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
-        runner = Runner(device, state, self._make_ops(), forward, [], partial(_sample, sampling), shapes)
+        max_ledgers = self._max_ledgers(model, longest)
+        ledgers = self._make_ledger_ops(Ledgers(max_ledgers, model.vocab_size, longest, device.torch_device), state)
+        sampler = partial(_sample, sampling)
+        runner = Runner(device, state, self._make_ops(), forward, ledgers, _stages(ledgers), sampler, shapes)
         input_words, mask_words = self._input_words(model, longest), -(-model.vocab_size // 32)
         slots = [Slot(device, input_words, self.max_lanes, mask_words) for _ in range(config.slots)]
         # NOTE: allocated before the cache is sized, and before capture, since graphs write to it.
         wide_logits = torch.empty((self.max_lanes, model.vocab_size) if self.on_cuda else 0, device=device.torch_device)
         device.synchronize()
-        reserve = self._profile(runner, slots[0], longest) if self.on_cuda else 0
+        # NOTE: on the CPU what is allocated takes memory only once it is used.
+        reserve = max_ledgers * ledger_bytes(model.vocab_size, longest)
+        if self.on_cuda:
+            ledgers.open(empty_ledger(device.torch_device), min(max_ledgers, 1))
+            reserve = self._profile(runner, slots[0], longest)
         num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
@@ -200,6 +190,7 @@ class _Builder:
             eos_ids=eos_ids,
             priorities=config.policy == "priority",
             max_waiting=config.max_waiting,
+            max_ledgers=max_ledgers,
         )
         constraints = Constraints(tokenizer, limits)
         return Parts(
@@ -208,7 +199,7 @@ class _Builder:
             tokenizer=tokenizer,
             limits=limits,
             constraints=constraints,
-            scheduler=self._make_scheduler(model, num_blocks, max_model_len, constraints),
+            scheduler=self._make_scheduler(model, num_blocks, limits, constraints),
             runner=runner,
             slots=slots,
             report=BuildReport(
@@ -258,17 +249,35 @@ class _Builder:
 
         return TritonBatchOps()
 
+    def _max_ledgers(self, model: Model, longest: int) -> int:
+        """Return how many ledgers there are: one a row, if a small share of the memory has room for them."""
+        wanted = self.config.max_ledgers
+        if wanted is not None:
+            return min(wanted, self.max_lanes)
+        affordable = LEDGER_SHARE * available_bytes(self.device.torch_device) // ledger_bytes(model.vocab_size, longest)
+        return max(1, min(int(affordable), self.max_lanes))
+
+    def _max_ledger_words(self, model: Model, longest: int) -> int:
+        return max_ledger_words(self.config.max_step_tokens, longest, model.vocab_size)
+
+    def _make_ledger_ops(self, ledgers: Ledgers, state: BatchState) -> LedgerOps:
+        if not self.on_cuda:
+            return TorchLedgerOps(ledgers, state)
+        from .kernels.ledger_triton import TritonLedgerOps
+
+        return TritonLedgerOps(ledgers, state)
+
     def _make_attention(self, model: Model, num_blocks: int) -> Attention:
-        arguments = (model.layers, num_blocks, self.config.block_size, model.dtype, self.device.torch_device)
-        if self.config.deterministic:
-            return _make_invariant_attention(self.attention, *arguments)
-        if self.attention == "torch":
-            from .attention.torch_backend import TorchAttention
-
-            return TorchAttention(*arguments)
-        from .attention.triton_backend import TritonAttention
-
-        return TritonAttention(*arguments, max_lanes=self.max_lanes)
+        return make_attention(
+            self.attention,
+            model.layers,
+            num_blocks,
+            self.config.block_size,
+            model.dtype,
+            self.device.torch_device,
+            max_lanes=self.max_lanes,
+            deterministic=self.config.deterministic,
+        )
 
     def _input_words(self, model: Model, longest: int) -> int:
         config = self.config
@@ -278,15 +287,16 @@ class _Builder:
             max_model_len=longest,
             block_size=config.block_size,
             num_groups=self._num_groups(model),
+            max_ledger_words=self._max_ledger_words(model, longest),
         )
 
-    def _make_scheduler(self, model: Model, num_blocks: int, max_model_len: int, constraints: Constraints) -> Scheduler:
+    def _make_scheduler(self, model: Model, num_blocks: int, limits: Limits, constraints: Constraints) -> Scheduler:
         config = self.config
         return Scheduler(
             max_rows=config.max_rows,
             max_step_tokens=config.max_step_tokens,
             max_chunk_tokens=config.max_chunk_tokens,
-            max_model_len=max_model_len,
+            max_model_len=limits.max_model_len,
             block_size=config.block_size,
             num_blocks=num_blocks,
             num_groups=self._num_groups(model),
@@ -294,6 +304,8 @@ class _Builder:
             policy=make_policy(config.policy, config.patience),
             costs=None if config.max_prompt_ms is None else StepCosts(config.max_prompt_ms * 1e-3),
             constraints=constraints,
+            num_ledgers=limits.max_ledgers,
+            max_ledger_words=self._max_ledger_words(model, limits.max_model_len),
         )
 
     def _block_bytes(self, model: Model) -> int:
@@ -321,13 +333,17 @@ class _Builder:
             raise InvalidConfig(f"{asked}: the cache would take {size} bytes, {room} are free")
 
     def _profile(self, runner: Runner, slot: Slot, longest: int) -> int:
-        """Run the largest steps eagerly on the dummy row; return the bytes to keep free for steps and graphs."""
+        """Run the largest steps eagerly on the dummy row, which also compiles what graphs do not hold.
+
+        Returns:
+            The bytes to keep free for steps and graphs.
+        """
         torch.cuda.reset_peak_memory_stats(self.device.torch_device)
         before = torch.cuda.memory_allocated(self.device.torch_device)
         config = self.config
         most = min(config.max_step_tokens, config.max_rows * longest)
-        for lanes in (0, self.max_lanes):
-            plan = _dummy_plan(config.max_rows, lanes, most - lanes, longest)
+        for lanes, features in product((0, self.max_lanes), (NO_FEATURES, ~NO_FEATURES)):
+            plan = dummy_plan(config.max_rows, lanes, most - lanes, longest, features)
             runner.launch(plan, slot)
             runner.wait(plan, slot)
         runner.forget_activity()
@@ -345,38 +361,21 @@ class _Builder:
 
 
 def _sample(
-    state: SamplingState, logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, errors: torch.Tensor
+    state: SamplingState,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    errors: torch.Tensor,
+    typical: bool,
 ) -> None:
-    sample(logits, rows, state, tokens, errors)
+    sample(logits, rows, state, tokens, errors, typical)
 
 
-def _make_invariant_attention(
-    kind: str,
-    layers: list[LayerSpec],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Attention:
-    if kind == "torch":
-        from .attention.invariant_torch import InvariantTorchAttention
-
-        return InvariantTorchAttention(layers, num_blocks, block_size, dtype, device)
-    from .attention.invariant_triton import InvariantTritonAttention
-
-    return InvariantTritonAttention(layers, num_blocks, block_size, dtype, device)
-
-
-def _dummy_plan(dummy_row: int, lanes: int, tokens: int, longest: int) -> Plan:
-    """Return a plan of padding only: lanes in no use, and prompt chunks of the dummy row, none above `longest`."""
-    chunks = [[dummy_row, 0, min(longest, tokens - at), 0] for at in range(0, tokens, longest)]
-    none = np.zeros(0, np.int32)
-    return Plan(
-        step=_PROFILE_STEP,
-        lane_rows=np.full(lanes, dummy_row, np.int32),
-        chunks=np.array(chunks, np.int32).reshape(-1, 4),
-        prompt_tokens=np.zeros(tokens, np.int32),
-        joins=np.zeros(0, ROW_RECORD),
-        block_deltas=none.reshape(0, 4),
-        lane_deltas=none.reshape(0, 2),
-    )
+def _stages(ledgers: LedgerOps) -> list[Stage]:
+    """What edits logits, in the order of `docs/sampling.md`."""
+    return [
+        Stage(Feature.BIAS, ledgers.add_biases),
+        Stage(Feature.PENALTIES, ledgers.penalize),
+        Stage(Feature.NGRAMS, ledgers.bar_ngrams),
+        Stage(Feature.BAD_WORDS, ledgers.bar_sequences),
+    ]

@@ -29,6 +29,15 @@ def require_number(name: str, value: object) -> float:
     raise InvalidRequest(f"{name}={shown(value)} must be a finite number")
 
 
+def require_within(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    """Return `value` as a float in [low, high], or in (low, high]; raise `InvalidRequest` for any other."""
+    number = require_number(name, value)
+    if number < low or number > high or (open_low and number == low):
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+        raise InvalidRequest(f"{name}={shown(value)} must be in {interval}")
+    return number
+
+
 def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -43,6 +43,7 @@ class EngineConfig:
     patience: float | None
     max_waiting: int | None
     max_prompt_ms: float | None
+    max_ledgers: int | None
     seed: int | None
 
     def validate(self) -> None:
@@ -65,6 +66,7 @@ class EngineConfig:
             ("cache_bytes", 1, None),
             ("max_model_len", 2, None),
             ("max_waiting", 1, None),
+            ("max_ledgers", 0, None),
             ("seed", 0, 2**64 - 1),
         ):
             self._integer(name, low, high)
@@ -104,4 +106,4 @@ class EngineConfig:
             raise InvalidConfig(f"{name}={shown(value)} must be in (0, {high:g}]")
 
 
-_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "max_waiting", "seed"}
+_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "max_waiting", "max_ledgers", "seed"}

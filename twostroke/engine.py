@@ -89,6 +89,8 @@ class Engine(Front):
             any number.
         max_prompt_ms: most milliseconds that prompts may add to a step in which others decode; what fits is learned
             from the times of earlier steps. None is any time: a step takes as many prompt tokens as it has room for.
+        max_ledgers: most samples that run at once with penalties, biases, bad words, allowed tokens, or no repeated
+            n-grams, whose history the device keeps. None: as many as rows, if 1/16 of the cache's memory holds them.
         seed: of the generator that gives seeds to unseeded requests, and of random weights. None: the former are
             unpredictable, the latter those of seed 0.
 
@@ -121,6 +123,7 @@ class Engine(Front):
         patience: float | None = None,
         max_waiting: int | None = None,
         max_prompt_ms: float | None = None,
+        max_ledgers: int | None = None,
         seed: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}

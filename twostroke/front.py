@@ -7,6 +7,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from .constraints.constraints import Constraints
@@ -147,7 +148,9 @@ class Front:
             raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
         ids = encode_prompt(prompt, self.tokenizer)
         seed = self._seeds.getrandbits(SEED_BITS)
-        request = Request.create(name, ids, SamplingParams() if params is None else params, seed, self.limits)
+        encode = partial(self.tokenizer.encode, special_tokens=False) if self.tokenizer is not None else None
+        params = SamplingParams() if params is None else params
+        request = Request.create(name, ids, params, seed, self.limits, encode)
         if request.stops and self.tokenizer is None:
             raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
         self._constraints.check(request)

@@ -10,7 +10,7 @@ from enum import IntFlag
 
 import numpy as np
 
-from .request import MAX_STOP_IDS
+from .sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
 DUMMY_BLOCK = 0
 """The block that padding and dead rows read and write; no sample ever owns it."""
@@ -30,10 +30,38 @@ ROW_RECORD = np.dtype(
         ("min_p", np.float32),
         ("seed_low", np.uint32),
         ("seed_high", np.uint32),
+        ("typical_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("ngram_size", np.int32),  # 0 is off
+        ("ledger", np.int32),  # -1 without one
         ("stop_ids", np.int32, MAX_STOP_IDS),  # -1 where unused
     ]
 )
 """A row that joins, as one record of 4-byte words: the row number, then one word per field of the row state."""
+
+
+LEDGER_HEADER = np.dtype(
+    [
+        ("words", np.int32),  # of the whole record
+        ("ledger", np.int32),
+        ("tokens", np.int32),  # known so far, prompt and output
+        ("prompt_tokens", np.int32),
+        ("restricted", np.int32),  # 1: tokens without a bias cannot be sampled
+        ("biases", np.int32),
+        ("sequences", np.int32),  # bad words of several tokens
+        ("sequence_tokens", np.int32),  # of all of them
+    ]
+)
+"""A ledger that opens, as a record of 4-byte words: this header, and behind it the token ids, the ids of the biases,
+the biases (float32), the end of each sequence among the tokens of all sequences, and these tokens."""
+
+
+def max_ledger_words(max_step_tokens: int, max_model_len: int, vocab_size: int) -> int:
+    """Most words of the ledgers that open in one plan: enough for any one, and for many; it bounds a slot's input."""
+    any_one = LEDGER_HEADER.itemsize // 4 + max_model_len + 2 * vocab_size + MAX_BAD_WORDS + MAX_BAD_WORD_TOKENS
+    return any_one + 4 * max_step_tokens
 
 
 def max_shared_blocks(max_step_tokens: int, max_model_len: int, block_size: int) -> int:
@@ -56,6 +84,15 @@ class Feature(IntFlag):
 
 
 NO_FEATURES = Feature(0)
+LEDGER_FEATURES = Feature.BIAS | Feature.PENALTIES | Feature.NGRAMS | Feature.BAD_WORDS
+"""Those for which a row needs a ledger."""
+
+NO_LEDGER = -1
+"""The ledger of a row that has none."""
+
+
+NO_LEDGERS = np.empty(0, np.int32)
+NO_LEDGERS.flags.writeable = False
 
 NO_COPIES = np.empty((0, 2), np.int32)
 NO_COPIES.flags.writeable = False
@@ -78,6 +115,7 @@ class Plan:
         joins: rows that join the batch, `ROW_RECORD` [J].
         block_deltas: blocks added, int32 [B, 4]: group, row, index in the row's table, block.
         lane_deltas: lanes changed, int32 [M, 2]: lane, row (the dummy row for a lane that is no longer in use).
+        ledgers: ledgers of joining rows, int32 [sum of their words], one record behind the other, see `LEDGER_HEADER`.
         features: what the rows with a part in steps ask for, all together; most often nothing.
         block_copies: blocks copied in every group before anything is written, int32 [K, 2]: source, target. Targets
             differ from each other and from all sources. Only rows with a chunk in this step get copies.
@@ -91,6 +129,7 @@ class Plan:
     joins: np.ndarray
     block_deltas: np.ndarray
     lane_deltas: np.ndarray
+    ledgers: np.ndarray = field(default_factory=lambda: NO_LEDGERS)
     features: Feature = NO_FEATURES
     block_copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
     held: np.ndarray = field(default_factory=lambda: NO_POSITIONS)
@@ -103,6 +142,11 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens that the forward pass runs over."""
         return len(self.lane_rows) + len(self.prompt_tokens)
+
+    @property
+    def num_ledgers(self) -> int:
+        """Ledgers that open."""
+        return int(np.count_nonzero(self.joins["ledger"] != NO_LEDGER)) if len(self.ledgers) else 0
 
     def sampled_rows(self) -> np.ndarray:
         """The rows of the sampled positions, int32 [S], in the order of their outputs."""

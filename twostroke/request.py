@@ -9,15 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 import numpy as np
 
 from .checks import require_token_ids
 from .errors import InvalidRequest, shown
-from .sampling_params import SEED_BITS, SamplingParams, stop_strings
-
-MAX_STOP_IDS = 32
-"""Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
+from .logit_rules import Encode, LogitRules
+from .plan import LEDGER_FEATURES, NO_FEATURES, Feature
+from .sampling_params import MAX_STOP_IDS, SEED_BITS, SamplingParams, stop_strings
 
 
 class FinishReason(StrEnum):
@@ -44,6 +44,8 @@ class Limits:
     """The scheduler's policy heeds them."""
     max_waiting: int | None = None
     """Most samples that may wait before they begin to run; None is any number."""
+    max_ledgers: int = 1
+    """Samples that can have a ledger at once."""
 
     @property
     def cache_positions(self) -> int:
@@ -63,6 +65,7 @@ class Request:
         max_tokens: the tokens that the sample can have, clamped to the context limit; >= 1.
         stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
             `MAX_STOP_IDS`.
+        rules: the tokens that it favours, and those that it must not have.
         stops: the stop strings, each once.
     """
 
@@ -72,6 +75,7 @@ class Request:
     seed: int
     max_tokens: int
     stop_ids: np.ndarray
+    rules: LogitRules
     stops: tuple[str, ...] = ()
 
     @property
@@ -87,13 +91,35 @@ class Request:
             params.structured is not None or params.max_thinking_tokens is not None or len(params.logits_processors)
         )
 
+    @cached_property
+    def features(self) -> Feature:
+        """What its sampling needs beyond the common case."""
+        params, rules, found = self.params, self.rules, NO_FEATURES
+        if rules.restricted or len(rules.biases):
+            found |= Feature.BIAS
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            found |= Feature.PENALTIES
+        if params.no_repeat_ngram_size:
+            found |= Feature.NGRAMS
+        if rules.sequences:
+            found |= Feature.BAD_WORDS
+        if params.typical_p < 1:
+            found |= Feature.TYPICAL
+        return found
+
     @classmethod
     def create(
-        cls, request_id: str, prompt: Sequence[int] | np.ndarray, params: SamplingParams, seed: int, limits: Limits
+        cls,
+        request_id: str,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        seed: int,
+        limits: Limits,
+        encode: Encode | None = None,
     ) -> Request:
         """Check a request against `limits`.
 
-        `seed` is used where `params.seed` is None.
+        `seed` is used where `params.seed` is None; `encode` turns bad words into token ids, if there is a tokenizer.
 
         Raises:
             InvalidRequest: a parameter is out of range, or the request can never fit; the message has the numbers.
@@ -125,9 +151,21 @@ class Request:
                 f"stop_token_ids={shown(list(params.stop_token_ids))}: with the model's end-of-sequence ids there are "
                 f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported"
             )
+        rules = LogitRules.create(params, limits.vocab_size, encode)
         seed = seed if params.seed is None else int(params.seed)
         ids.flags.writeable = stop_ids.flags.writeable = False
-        return cls(request_id, ids, params, seed, max_tokens, stop_ids, stop_strings(params.stop))
+        request = cls(request_id, ids, params, seed, max_tokens, stop_ids, rules, stop_strings(params.stop))
+        if request.features & LEDGER_FEATURES and not limits.max_ledgers:
+            asked = [name for name in _LEDGER_PARAMETERS if getattr(params, name) != getattr(SamplingParams, name)]
+            raise InvalidRequest(f"{asked[0]}={shown(getattr(params, asked[0]))} needs a ledger, but max_ledgers=0")
+        return request
+
+
+_LEDGER_PARAMETERS = (
+    *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Parameters for which a row needs a ledger."""
 
 
 def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> int:

@@ -18,7 +18,7 @@ from .device.shapes import Shapes, StepShape
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device, Meter
 from .held_input import HeldInput, ProcessorCall
-from .plan import NO_FEATURES, Feature, Plan, StepOutput
+from .plan import LEDGER_FEATURES, NO_FEATURES, Feature, Plan, StepOutput
 from .sampling.mask import apply_masks
 from .sampling.processors import run_processors
 from .sampling.stage import Stage
@@ -51,6 +51,14 @@ class Forward(Protocol):
         """Copy blocks of the cache, see `Plan.block_copies`."""
 
 
+class LedgerOps(Protocol):
+    """The ledgers' operations, see `kernels.ledger.LedgerOps`."""
+
+    def open(self, words: torch.Tensor, count: int) -> None: ...
+
+    def enter(self, tokens: torch.Tensor, row_ids: torch.Tensor) -> None: ...
+
+
 class Runner:
     """Launches plans and collects their outputs. One runner, one batch state, any number of slots.
 
@@ -59,8 +67,9 @@ class Runner:
         state: the device-resident batch.
         ops: what happens to the batch in a step.
         forward: the model.
+        ledgers: opened before the stages, and kept after sampling.
         stages: what edits the logits before they are sampled, in this order, where a step's features ask for it.
-        sample: (logits [S, V], rows [S], tokens out [S], errors out [S]) on the current stream.
+        sample: (logits [S, V], rows [S], tokens out [S], errors out [S], typical) on the current stream.
         shapes: what steps are padded to.
     """
 
@@ -70,8 +79,9 @@ class Runner:
         state: BatchState,
         ops: BatchOps,
         forward: Forward,
+        ledgers: LedgerOps,
         stages: Sequence[Stage],
-        sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None],
+        sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], None],
         shapes: Shapes,
     ) -> None:
         self.device = device
@@ -79,6 +89,7 @@ class Runner:
         self.activity = Activity()
         self._ops = ops
         self._forward = forward
+        self._ledgers = ledgers
         self._stages = stages
         self._sample = sample
         self._shapes = shapes
@@ -96,7 +107,13 @@ class Runner:
         began = time.perf_counter()
         outputs = plan.num_lanes + len(plan.sampling_chunks())
         shape = self._shapes.fit(
-            plan.num_lanes, len(plan.chunks), plan.num_tokens, outputs, plan.features, len(plan.block_copies)
+            plan.num_lanes,
+            len(plan.chunks),
+            plan.num_tokens,
+            outputs,
+            plan.features,
+            len(plan.block_copies),
+            plan.num_ledgers,
         )
         slot.fill(plan, outputs)
         filled = time.perf_counter()
@@ -243,10 +260,12 @@ class Runner:
         return self._forward(inputs)
 
     def sampling_part(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
-        """Stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features.
+        """Ledgers, stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features.
 
         Those of held rows are kept for the second part.
         """
+        if shape.ledgers:
+            self._ledgers.open(buffers.device_input, shape.ledgers)
         if not (n := shape.sampled):
             return
         if shape.features & Feature.HELD:
@@ -256,11 +275,13 @@ class Runner:
     def _sample_rows(self, features: Feature, logits: torch.Tensor, output: torch.Tensor) -> None:
         """Sample one token from each row of `logits` [n, V] for the rows that stand in the state's `sample_rows`."""
         state, n = self.state, len(logits)
-        rows = state.sample_rows[:n]
+        rows, tokens = state.sample_rows[:n], state.tokens[:n]
         for stage in self._stages if features else ():
             if features & stage.feature:
                 stage.edit(logits, rows)
-        self._sample(logits, rows, state.tokens[:n], state.errors[:n])
+        self._sample(logits, rows, tokens, state.errors[:n], bool(features & Feature.TYPICAL))
+        if features & LEDGER_FEATURES:
+            self._ledgers.enter(tokens, rows)
         self._ops.advance(state, n, output)
 
     def _run(self, shape: StepShape, buffers: StepBuffers) -> None:

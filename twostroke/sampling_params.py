@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .checks import is_listed, require_int, require_number
+from .checks import is_listed, require_int, require_number, require_within
 from .errors import InvalidRequest, shown
 from .structured import StructuredOutput
+
+MAX_STOP_IDS = 32
+"""Stop ids (end-of-sequence ids included) that a row of the device-resident batch has room for."""
 
 MAX_STOPS = 64
 """Stop strings of a request."""
@@ -27,11 +30,24 @@ MIN_TEMPERATURE = 1e-5
 """Below this a division of the logits would overflow float32; such values are refused rather than rounded to greedy."""
 
 
+MAX_BAD_WORDS = 256
+"""Bad words of several tokens that a request can have."""
+
+MAX_BAD_WORD_TOKENS = 2048
+"""Tokens of all its bad words of several tokens together."""
+
+LOGIT_LIMIT = 1e6
+"""Largest logit bias or additive penalty: beyond it a logit itself would be lost in rounding."""
+
+MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
+"""Bounds of the repetition penalty: beyond them a logit could overflow float32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are chosen. Checked at submit, never silently changed.
 
-    The kept tokens are found in the order temperature, top_k, top_p, min_p; the token is then drawn from them by
+    The parameters are applied in the order of `docs/sampling.md`; the token is then drawn from the kept ones by
     argmax(logit / temperature + Gumbel noise).
 
     Attributes:
@@ -39,6 +55,18 @@ class SamplingParams:
         top_k: keep the k most likely tokens (ties with the k-th stay); 0 or -1 is off, as is any k >= vocabulary.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p, in (0, 1]; 1 is off.
         min_p: keep tokens whose probability is at least min_p times the largest one, in [0, 1]; 0 is off.
+        typical_p: of what the other filters keep, keep the smallest set of tokens whose surprise is nearest to the
+            entropy and whose probability reaches typical_p, in (0, 1]; 1 is off.
+        presence_penalty: taken from the logit of every token that the output holds, in [-1e6, 1e6]; 0 is off.
+        frequency_penalty: taken from a token's logit once for every time that the output holds it, in the same range.
+        repetition_penalty: the logit of every token that prompt or output hold (stop tokens in the prompt, too) is
+            divided by it if positive, else multiplied by it, in [0.001, 1000]; 1 is off.
+        no_repeat_ngram_size: no n tokens in a row come twice in prompt and output, >= 0; 0 is off.
+        logit_bias: added to the logits of the token ids that are its keys, each in [-1e6, 1e6]. None is off.
+        allowed_token_ids: no other tokens can be sampled, stop tokens included. None is off.
+        bad_words: words that the output must not hold: strings, which are encoded with and without a space before
+            them, or sequences of token ids. The last token of a word is barred where those before it end prompt and
+            output. None or [] is off. Strings need a tokenizer.
         seed: key of the random numbers, in [0, 2**64). None: the engine draws one and returns it in the result.
         max_tokens: most tokens to generate, >= 1. None is up to the context limit; more than that is clamped to it.
         min_tokens: end-of-sequence and stop token ids cannot be sampled before this many tokens, >= 0.
@@ -72,6 +100,14 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
     seed: int | None = None
     max_tokens: int | None = 128
     min_tokens: int = 0
@@ -99,21 +135,17 @@ class SamplingParams:
         return super().__new__(cls)
 
     def validate(self) -> None:
-        """Raise `InvalidRequest` for the first parameter that is out of its range or of a wrong type."""
-        for name, low, high, open_low in (
-            ("temperature", 0.0, math.inf, False),
-            ("top_p", 0.0, 1.0, True),
-            ("min_p", 0.0, 1.0, False),
-        ):
-            value = getattr(self, name)
-            number = require_number(name, value)
-            if number < low or number > high or (open_low and number == low):
-                interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
-                raise InvalidRequest(f"{name}={shown(value)} must be in {interval}")
+        """Raise `InvalidRequest` for the first parameter that is out of its range or of a wrong type.
+
+        What depends on the model, such as the size of its vocabulary, is checked at submit.
+        """
+        for name, low, high, open_low in _INTERVALS:
+            require_within(name, getattr(self, name), low, high, open_low=open_low)
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             least = f"{MIN_TEMPERATURE:g}"
             raise InvalidRequest(f"temperature={shown(self.temperature)} must be 0 (greedy) or at least {least}")
         require_int("top_k", self.top_k, low=-1)
+        require_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
         require_int("min_tokens", self.min_tokens, low=0)
         if self.max_tokens is not None:
             require_int("max_tokens", self.max_tokens, low=1)
@@ -133,6 +165,7 @@ class SamplingParams:
             raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
         stop_strings(self.stop)
         require_int("n", self.n, low=1, high=MAX_SAMPLES)
+        _check_bias(self.logit_bias)
         self._validate_held()
 
     def _validate_held(self) -> None:
@@ -151,6 +184,29 @@ class SamplingParams:
         processors = self.logits_processors
         if not is_listed(processors) or not all(callable(processor) for processor in processors):
             raise InvalidRequest(f"logits_processors={shown(processors)} must be a list of logits processors")
+
+
+_INTERVALS = (
+    ("temperature", 0.0, math.inf, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("typical_p", 0.0, 1.0, True),
+    ("presence_penalty", -LOGIT_LIMIT, LOGIT_LIMIT, False),
+    ("frequency_penalty", -LOGIT_LIMIT, LOGIT_LIMIT, False),
+    ("repetition_penalty", MIN_REPETITION, MAX_REPETITION, False),
+)
+"""Parameters that are numbers: the lowest and the highest value, and whether the lowest itself is left out."""
+
+
+def _check_bias(bias: Mapping[int, float] | None) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest(f"logit_bias={shown(bias)} must be a dict of token ids and numbers")
+    for token, value in bias.items():
+        name = f"logit_bias[{shown(token)}]"
+        require_int(f"the token id of {name}", token)
+        require_within(name, value, -LOGIT_LIMIT, LOGIT_LIMIT)
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

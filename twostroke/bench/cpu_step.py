@@ -318,7 +318,7 @@ def _make_runner(case: Case, watch: Watch, device: CpuDevice) -> Runner:
         table_width=1,
         block_size=BLOCK_SIZE,
     )
-    runner = TimedRunner(device, state, _NOTHING, _NOTHING, (), _NOTHING, ExactShapes())
+    runner = TimedRunner(device, state, _NOTHING, _NOTHING, _NOTHING, (), _NOTHING, ExactShapes())
     runner.watch = watch
     return runner
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..errors import InvalidRequest
 from ..sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams()
@@ -32,6 +33,28 @@ class SamplingFlags:
     top_k: Annotated[int, sampling_flag("Keep the k most likely tokens; 0 or -1 is off.")] = DEFAULTS.top_k
     top_p: Annotated[float, sampling_flag("Keep the most likely tokens up to this probability.")] = DEFAULTS.top_p
     min_p: Annotated[float, sampling_flag("Keep tokens at least this likely beside the best.")] = DEFAULTS.min_p
+    typical_p: Annotated[float, sampling_flag("Keep the tokens of typical surprise up to this probability.")] = (
+        DEFAULTS.typical_p
+    )
+    presence_penalty: Annotated[float, sampling_flag("Taken from the logits of tokens in the output.")] = (
+        DEFAULTS.presence_penalty
+    )
+    frequency_penalty: Annotated[float, sampling_flag("The same, once for each time.")] = DEFAULTS.frequency_penalty
+    repetition_penalty: Annotated[float, sampling_flag("Divides the logits of tokens in prompt and output.")] = (
+        DEFAULTS.repetition_penalty
+    )
+    no_repeat_ngram_size: Annotated[int, sampling_flag("No so many tokens in a row come twice; 0 is off.")] = (
+        DEFAULTS.no_repeat_ngram_size
+    )
+    logit_bias: Annotated[
+        list[str] | None, sampling_flag("ID=NUMBER: added to the token's logit; may be repeated.", "--logit-bias")
+    ] = None
+    allowed_token_id: Annotated[
+        list[int] | None, sampling_flag("A token id; all others are barred; may be repeated.", "--allowed-token-id")
+    ] = None
+    bad_word: Annotated[
+        list[str] | None, sampling_flag("A word that must not come; may be repeated.", "--bad-word")
+    ] = None
     seed: Annotated[int | None, sampling_flag("Key of every request's random numbers.")] = DEFAULTS.seed
     min_tokens: Annotated[int, sampling_flag("No stop token before this many tokens.")] = DEFAULTS.min_tokens
     ignore_eos: Annotated[bool, sampling_flag("Do not stop at the model's end-of-sequence tokens.", "--ignore-eos")] = (
@@ -64,9 +87,21 @@ class SamplingFlags:
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["stop"] = values["stop"] or None
-        params = SamplingParams(stop_token_ids=tuple(values.pop("stop_token_id") or ()), **values)
+        values["stop_token_ids"] = tuple(values.pop("stop_token_id") or ())
+        values["allowed_token_ids"] = values.pop("allowed_token_id") or None
+        values["bad_words"] = values.pop("bad_word") or None
+        values["logit_bias"] = dict(map(_bias, values["logit_bias"] or ())) or None
+        params = SamplingParams(**values)
         params.validate()
         return params
+
+
+def _bias(text: str) -> tuple[int, float]:
+    try:
+        token, bias = text.split("=")
+        return int(token), float(bias)
+    except ValueError as error:
+        raise InvalidRequest(f"logit_bias={text!r} must be a token id, an equals sign, and a number") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +138,9 @@ class EngineFlags:
     patience: Annotated[float | None, engine_flag("Seconds of waiting that make up for a lower rank.")] = None
     max_waiting: Annotated[int | None, engine_flag("Most requests in the queue.")] = None
     max_prompt_ms: Annotated[float | None, engine_flag("Time that prompts may add to a step.")] = None
+    max_ledgers: Annotated[
+        int | None, engine_flag("Most samples at once with penalties, biases, barred or allowed tokens.")
+    ] = None
     engine_seed: Annotated[
         int | None, engine_flag("Where requests without a seed get theirs from.", "--engine-seed")
     ] = None

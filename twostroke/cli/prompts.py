@@ -102,6 +102,8 @@ def _split(value: object) -> tuple[Prompt, dict[str, Any]]:
     if ("prompt" in value) == ("messages" in value):
         raise InvalidRequest('exactly one of "prompt" and "messages" is needed')
     overrides = {key: value[key] for key in SAMPLING_KEYS if key in value}
+    if isinstance(bias := overrides.get("logit_bias"), dict):  # whose keys are strings in JSON
+        overrides["logit_bias"] = {int(key) if key.isdecimal() else key: number for key, number in bias.items()}
     return (_messages(value["messages"]) if "messages" in value else _prompt(value["prompt"])), overrides
 
 

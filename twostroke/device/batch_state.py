@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..plan import ROW_RECORD
+from ..plan import NO_LEDGER, ROW_RECORD
 from .streams import Device
 
 _FIELDS = [name for name in ROW_RECORD.names or () if name != "row"]
@@ -50,6 +50,12 @@ class BatchState:
     min_p: torch.Tensor
     seed_low: torch.Tensor
     seed_high: torch.Tensor
+    typical_p: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+    ngram_size: torch.Tensor
+    ledger: torch.Tensor
     stop_ids: torch.Tensor
 
     def __init__(
@@ -74,6 +80,9 @@ class BatchState:
         self.done.fill_(1)
         self.stop_ids.fill_(-1)
         self.top_p.fill_(1.0)
+        self.typical_p.fill_(1.0)
+        self.repetition.fill_(1.0)
+        self.ledger.fill_(NO_LEDGER)
         self.lane_to_row = device.buffer(max_lanes).fill_(max_rows)
         self.block_tables = device.buffer(num_groups, max_rows + 1, table_width)
 

@@ -32,9 +32,18 @@ class Header(IntEnum):
     CHUNKS_AT = 9
     PROMPT_TOKENS_AT = 10
     STEP = 11
+    LEDGERS_AT = 12
 
 
-def input_capacity(*, max_rows: int, max_step_tokens: int, max_model_len: int, block_size: int, num_groups: int) -> int:
+def input_capacity(
+    *,
+    max_rows: int,
+    max_step_tokens: int,
+    max_model_len: int,
+    block_size: int,
+    num_groups: int,
+    max_ledger_words: int = 0,
+) -> int:
     """Return the words that the largest plan needs.
 
     A step can add a block to every lane, to every chunk one more than it fills, and to rows that join shared blocks and
@@ -44,7 +53,7 @@ def input_capacity(*, max_rows: int, max_step_tokens: int, max_model_len: int, b
     block_deltas = num_groups * (blocks + max_shared_blocks(max_step_tokens, max_model_len, block_size))
     lane_deltas = 2 * max_rows
     sections = max_rows * (2 + RECORD_WORDS) + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
-    return HEADER_WORDS + sections
+    return HEADER_WORDS + sections + max_ledger_words
 
 
 def pack(plan: Plan, words: np.ndarray) -> int:
@@ -55,7 +64,7 @@ def pack(plan: Plan, words: np.ndarray) -> int:
         words[HEADER_WORDS:at] = copies.reshape(-1)
     offsets = []
     joins = plan.joins.view(np.int32) if len(plan.joins) else plan.joins
-    for section in (joins, plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens):
+    for section in (joins, plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens, plan.ledgers):
         offsets.append(at)
         if section.size:
             words[at : at + section.size] = section.reshape(-1)
@@ -67,9 +76,9 @@ def pack(plan: Plan, words: np.ndarray) -> int:
         len(plan.joins),
         len(plan.block_deltas),
         len(plan.lane_deltas),
-        *offsets,
+        *offsets[:5],
         plan.step & 0x7FFFFFFF,
-        0,
+        offsets[5],
         0,
         0,
         0,

@@ -17,6 +17,7 @@ class StepShape(NamedTuple):
         sampled: positions that are sampled.
         features: what the step's rows ask for.
         copies: blocks of the cache that are copied before; never padded.
+        ledgers: ledgers that open before sampling; never padded.
     """
 
     lanes: int
@@ -25,6 +26,7 @@ class StepShape(NamedTuple):
     sampled: int
     features: Feature = NO_FEATURES
     copies: int = 0
+    ledgers: int = 0
 
 
 class Shapes(Protocol):
@@ -38,6 +40,7 @@ class Shapes(Protocol):
         sampled: int,
         features: Feature = NO_FEATURES,
         copies: int = 0,
+        ledgers: int = 0,
     ) -> StepShape:
         """Return the shape for a step that needs these sizes; what it has more of each is padding."""
         ...
@@ -54,8 +57,9 @@ class ExactShapes:
         sampled: int,
         features: Feature = NO_FEATURES,
         copies: int = 0,
+        ledgers: int = 0,
     ) -> StepShape:
-        return StepShape(lanes, chunks, tokens, sampled, features, copies)
+        return StepShape(lanes, chunks, tokens, sampled, features, copies, ledgers)
 
 
 class PaddedShapes:
@@ -84,10 +88,11 @@ class PaddedShapes:
         sampled: int,
         features: Feature = NO_FEATURES,
         copies: int = 0,
+        ledgers: int = 0,
     ) -> StepShape:
         if not chunks:
             lanes = self.decode.fit(lanes)
             return StepShape(lanes, 0, lanes, lanes, features)
         lanes, chunks = self._lanes.fit(lanes), self._chunks.fit(chunks)
         tokens, sampled = self._tokens.fit(max(tokens, lanes)), min(lanes + chunks, self._max_lanes)
-        return StepShape(lanes, chunks, tokens, sampled, features, copies)
+        return StepShape(lanes, chunks, tokens, sampled, features, copies, ledgers)

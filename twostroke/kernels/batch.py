@@ -14,6 +14,7 @@ from .step import StepInputs
 # Places of the words of a slot's input header. A section's AT word is its offset in the input, in words.
 NUM_LANES, NUM_CHUNKS, NUM_PROMPT_TOKENS, NUM_JOINS, NUM_BLOCK_DELTAS, NUM_LANE_DELTAS = range(6)
 JOINS_AT, BLOCK_DELTAS_AT, LANE_DELTAS_AT, CHUNKS_AT, PROMPT_TOKENS_AT = range(6, 11)
+LEDGERS_AT = 12
 HEADER_WORDS = 16
 
 FLAG_TOKEN, FLAG_STOP, FLAG_LENGTH, FLAG_ERROR = 1, 2, 4, 8

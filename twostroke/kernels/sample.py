@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .barred_logits import bar, gaps, load_logits, num_barred
 from .philox import PURPOSE_TOKEN
 from .philox_triton import gumbel, token_words
+from .typical import find_typical
 
 _SPLIT = 4096
 _SPLIT_WARPS = 8
@@ -32,25 +34,6 @@ _INFINITY = tl.constexpr(float("inf"))
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_TO_DRAW = tl.constexpr(-1.0)
-
-
-@triton.jit
-def _load_logits(row_logits, ids, vocab):
-    """Logits as float32; -inf beyond the vocabulary."""
-    return tl.load(row_logits + ids, mask=ids < vocab, other=-_INFINITY).to(tl.float32)
-
-
-@triton.jit
-def _bar(x, ids, stop_ids, stop_stride, num_barred):
-    """Logits with -inf at the first `num_barred` stop ids."""
-    for place in range(0, num_barred):
-        x = tl.where(ids == tl.load(stop_ids + place * stop_stride), -_INFINITY, x)
-    return x
-
-
-@triton.jit
-def _num_barred(outputs, min_outputs, row, NUM_STOPS: tl.constexpr):
-    return tl.where(tl.load(outputs + row) < tl.load(min_outputs + row), NUM_STOPS, 0)
 
 
 @triton.jit
@@ -89,18 +72,13 @@ def _survey(
     split = tl.program_id(1)
     row = tl.load(rows + position)
     ids = split * SPLIT + tl.arange(0, SPLIT)
-    x = _load_logits(logits + position.to(tl.int64) * logits_stride, ids, vocab)
+    x = load_logits(logits + position.to(tl.int64) * logits_stride, ids, vocab)
     poisoned = tl.max(((x != x) | (x == _INFINITY)).to(tl.int32), 0) != 0
-    barred = _num_barred(outputs, min_outputs, row, NUM_STOPS)
-    best, token = _first_largest(_bar(x, ids, stop_ids + row, stop_stride, barred), ids)
+    barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
+    best, token = _first_largest(bar(x, ids, stop_ids + row, stop_stride, barred), ids)
     place = position * tl.num_programs(1) + split
     tl.store(split_values + place, tl.where(poisoned, _INFINITY, best))
     tl.store(split_ids + place, token)
-
-
-@triton.jit
-def _gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best):
-    return best - _bar(_load_logits(row_logits, ids, vocab), ids, stop_ids, stop_stride, num_barred)
 
 
 @triton.jit
@@ -122,7 +100,7 @@ def _weigh(
     beyond = tl.full((TILE,), _INFINITY_BITS, tl.int32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
-        gap = _gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
+        gap = gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
         bits = gap.to(tl.int32, bitcast=True)
         inside = bits <= radius
         if BY_MASS:
@@ -202,7 +180,7 @@ def _settle(
     if (temperature > 0.0) & (failed == 0):
         row_logits = logits + position.to(tl.int64) * logits_stride
         row_stops = stop_ids + row
-        barred = _num_barred(outputs, min_outputs, row, NUM_STOPS)
+        barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
         decay = tl.div_rn(-_LOG2_E, temperature)
         radius = row * 0 + _INFINITY_BITS
         top_k = tl.load(top_ks + row)
@@ -247,8 +225,11 @@ def _draw(
     stop_stride,
     bests,
     radii,
+    centers,
+    spreads,
     split_values,
     split_ids,
+    TYPICAL: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -260,22 +241,25 @@ def _draw(
         row = tl.load(rows + position)
         place = position * tl.num_programs(1) + split
         ids = split * SPLIT + tl.arange(0, SPLIT)
-        gap = _gaps(
+        gap = gaps(
             logits + position.to(tl.int64) * logits_stride,
             ids,
             vocab,
             stop_ids + row,
             stop_stride,
-            _num_barred(outputs, min_outputs, row, NUM_STOPS),
+            num_barred(outputs, min_outputs, row, NUM_STOPS),
             tl.load(bests + position),
         )
         distance = tl.div_rn(gap, tl.load(temperatures + row))
-        if tl.min(distance, 0) <= radius:
+        kept = distance <= radius
+        if TYPICAL:
+            kept = kept & (tl.abs(distance - tl.load(centers + position)) <= tl.load(spreads + position))
+        if tl.max(kept.to(tl.int32), 0) != 0:
             quads = split * (SPLIT // 4) + tl.arange(0, SPLIT // 4)
             words = token_words(
                 tl.load(seeds_low + row), tl.load(seeds_high + row), tl.load(outputs + row), quads, _PURPOSE
             )
-            best, token = _first_largest(tl.where(distance <= radius, gumbel(words) - distance, -_INFINITY), ids)
+            best, token = _first_largest(tl.where(kept, gumbel(words) - distance, -_INFINITY), ids)
             tl.store(split_values + place, best)
             tl.store(split_ids + place, token)
         else:
@@ -297,6 +281,7 @@ def sample_rows(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
+    typical_p: torch.Tensor,
     seed_low: torch.Tensor,
     seed_high: torch.Tensor,
     outputs: torch.Tensor,
@@ -304,6 +289,7 @@ def sample_rows(
     stop_ids: torch.Tensor,
     tokens: torch.Tensor,
     errors: torch.Tensor,
+    typical: bool = False,
 ) -> None:
     """Draw one token per row of `logits`; the tensors between `rows` and `tokens` are `SamplingState`'s, in order.
 
@@ -311,6 +297,7 @@ def sample_rows(
         logits: [S, V] in bfloat16, float16 or float32, the last dimension contiguous.
         rows: int32 [S].
         tokens, errors: int32 [S], written.
+        typical: heed typical_p, which takes a launch more, between settle and draw.
     """
     count, vocab = logits.shape
     num_splits = triton.cdiv(vocab, _SPLIT)
@@ -319,6 +306,7 @@ def sample_rows(
     # NOTE: not halves of one tensor: the alignment, and with it the compiled variant, would change with the count.
     bests = torch.empty(count, dtype=torch.float32, device=logits.device)
     radii = torch.empty_like(bests)
+    centers, spreads = (torch.empty_like(bests), torch.empty_like(bests)) if typical else (bests, bests)
     stops = (stop_ids, stop_ids.stride(0))
     common = (logits, logits.stride(0), vocab, rows)
     num_stops, splits = stop_ids.shape[0], triton.next_power_of_2(num_splits)
@@ -355,6 +343,22 @@ def sample_rows(
         TILE=_TILE,
         num_warps=_TILE_WARPS,
     )
+    if typical:
+        find_typical[per_row](
+            *common,
+            temperature,
+            typical_p,
+            outputs,
+            min_outputs,
+            *stops,
+            bests,
+            radii,
+            centers,
+            spreads,
+            NUM_STOPS=num_stops,
+            TILE=_TILE,
+            num_warps=_TILE_WARPS,
+        )
     _draw[per_split](
         *common,
         temperature,
@@ -365,8 +369,11 @@ def sample_rows(
         *stops,
         bests,
         radii,
+        centers,
+        spreads,
         split_values,
         split_ids,
+        TYPICAL=typical,
         NUM_STOPS=num_stops,
         SPLIT=_SPLIT,
         num_warps=_SPLIT_WARPS,

@@ -9,7 +9,12 @@ from .torch_sampler import sample_rows
 
 
 def sample(
-    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, tokens: torch.Tensor, errors: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    tokens: torch.Tensor,
+    errors: torch.Tensor,
+    typical: bool = False,
 ) -> None:
     """Draw one token per row of `logits` by the parameters of the row of the batch behind it.
 
@@ -21,11 +26,12 @@ def sample(
         rows: int32 [S]; rows of the batch, the dummy row included, may repeat.
         tokens: int32 [S], written: the token, 0 where `errors` is 1.
         errors: int32 [S], written: 1 where a logit is NaN or +inf, or no token is allowed.
+        typical: a row of the batch has a typical_p below 1; without it, typical_p is not looked at.
     """
     if logits.is_cuda:
         # NOTE: imported here, since a CPU build of torch comes without triton.
         from ..kernels import sample as kernels
 
-        kernels.sample_rows(logits, rows, *state, tokens, errors)
+        kernels.sample_rows(logits, rows, *state, tokens, errors, typical)
     else:
-        sample_rows(logits, rows, state, tokens, errors)
+        sample_rows(logits, rows, state, tokens, errors, typical)

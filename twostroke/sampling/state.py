@@ -15,6 +15,7 @@ class SamplingState(NamedTuple):
         top_k: int32 [R + 1]; 0 is off.
         top_p: float32 [R + 1]; 1 is off.
         min_p: float32 [R + 1]; 0 is off.
+        typical_p: float32 [R + 1]; 1 is off.
         seed_low, seed_high: int32 [R + 1], the bits of the 64-bit seed.
         outputs: int32 [R + 1], output index of the token to be sampled now.
         min_outputs: int32 [R + 1]; stop ids are masked while outputs < min_outputs.
@@ -25,6 +26,7 @@ class SamplingState(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    typical_p: torch.Tensor
     seed_low: torch.Tensor
     seed_high: torch.Tensor
     outputs: torch.Tensor

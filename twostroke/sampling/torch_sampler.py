@@ -14,11 +14,16 @@ from ..kernels.philox import MAX_GUMBEL, MIN_GUMBEL, PURPOSE_TOKEN, WORD, gumbel
 from .state import SamplingState
 
 _REACH = MAX_GUMBEL - MIN_GUMBEL
-"""A token farther than this from the most likely one loses to it whatever the noise."""
+"""A token farther than this behind another one loses to it whatever the noise."""
 
 
 def sample_rows(
-    logits: torch.Tensor, rows: torch.Tensor, state: SamplingState, tokens: torch.Tensor, errors: torch.Tensor
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    state: SamplingState,
+    tokens: torch.Tensor,
+    errors: torch.Tensor,
+    typical: bool,
 ) -> None:
     """See `sampler.sample`."""
     best, token = _first_largest(logits)
@@ -32,7 +37,11 @@ def sample_rows(
     if len(drawn):
         drawn_state = SamplingState(*(column[..., rows[drawn]] for column in state))
         distance = (best[drawn, None].float() - logits[drawn].float()) / drawn_state.temperature[:, None]
-        token[drawn] = draw(distance, keep_radius(distance, drawn_state), drawn_state)
+        radius = keep_radius(distance, drawn_state)
+        if typical:
+            distance = only_typical(distance, radius, drawn_state.typical_p)
+        reach = distance.amin(1) + _REACH if typical else torch.full_like(radius, _REACH)
+        token[drawn] = draw(distance, torch.minimum(radius, reach), drawn_state)
     tokens.copy_(token.masked_fill(failed, 0))
     errors.copy_(failed)
 
@@ -85,15 +94,39 @@ def _filter_radius(distance: torch.Tensor, top_k: torch.Tensor, top_p: torch.Ten
     return torch.where(top_p[:, None] < 1, first, radius).squeeze(1)
 
 
+def only_typical(distance: torch.Tensor, radius: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Put tokens that are not typical at an infinite distance.
+
+    Of the tokens within the radius, those are typical whose surprise is nearest to the entropy and whose probability
+    reaches typical_p, ties included; `kernels.typical` explains why surprise - entropy is distance - mean distance.
+
+    Args:
+        distance: float32 [S, V].
+        radius, typical_p: float32 [S]; a typical_p of 1 is off.
+
+    Returns:
+        float32 [S, V].
+    """
+    weight = torch.where(distance <= radius[:, None], (-distance).exp(), 0.0)
+    kept = weight > 0
+    mass = weight.sum(1, keepdim=True, dtype=torch.float64)
+    center = (weight * distance.where(kept, 0.0)).sum(1, keepdim=True, dtype=torch.float64) / mass
+    shift = (distance - center.float()).abs().where(kept, math.inf)
+    ordered, order = shift.sort(dim=1, stable=True)
+    reached = weight.gather(1, order).cumsum(1, dtype=torch.float64) >= typical_p[:, None] * mass
+    spread = ordered.gather(1, reached.byte().argmax(1, keepdim=True))
+    return distance.where((shift <= spread) | (typical_p[:, None] >= 1), math.inf)
+
+
 def draw(distance: torch.Tensor, radius: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """argmax(noise - distance) over the tokens within `radius` [S], lowest id on ties: int64 [S].
+    """argmax(noise - distance) over the tokens within `radius` [S], finite, lowest id on ties: int64 [S].
 
     Philox gives the words of four neighbouring tokens at once, so noise is made for the groups of four that hold a
     token which can win.
     """
     padded = F.pad(distance, (0, -distance.shape[1] % 4), value=math.inf)
     quads = padded.view(len(padded), -1, 4)
-    kept = padded <= radius.clamp(max=_REACH)[:, None]
+    kept = padded <= radius[:, None]
     row, quad = kept.view(torch.int32).nonzero(as_tuple=True)
     low, high, output = (column.long()[row] & WORD for column in (state.seed_low, state.seed_high, state.outputs))
     words = torch.stack(philox((low, high), (output, 0, quad, PURPOSE_TOKEN)), 1)

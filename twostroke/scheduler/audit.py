@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..plan import DUMMY_BLOCK, Plan
+from ..plan import DUMMY_BLOCK, NO_LEDGER, Plan
 from ..request import SampleState
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ class Audit:
         assert rows.running == len(running)
         assert sorted(scheduler.batch.row_of.values()) == sorted([*running, *scheduler.batch.draining])
         assert 0 <= scheduler.forks.promised <= len(rows.free), "more rows promised than free"
+        held = rows.ledger[rows.ledger != NO_LEDGER].tolist()
+        assert sorted([*rows.free_ledgers, *held]) == list(range(scheduler.num_ledgers)), "a ledger is lost"
+        assert not (rows.ledger[rows.free] != NO_LEDGER).any(), "a free row has a ledger"
         waiting = list(scheduler.waiting)
         assert len(waiting) == len(scheduler.waiting), "the queue's count is off"
         assert all(sample.state is SampleState.WAITING for sample in waiting), "a sample waits and does not"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import NO_COPIES, ROW_RECORD, Feature, Plan
+from ..plan import NO_COPIES, NO_LEDGER, NO_LEDGERS, ROW_RECORD, Feature, Plan
 from ..request import Sample
+from .ledgers import ledger_record
 from .rows import NO_TOKENS
 
 INT32_MAX = np.iinfo(np.int32).max
@@ -22,8 +23,10 @@ NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
 NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
 
 
-def row_record(row: int, sample: Sample, length: int) -> np.ndarray:
-    """The device's state of a row that joins whose first `length` positions are computed, `ROW_RECORD` [1].
+def row_record(row: int, sample: Sample, length: int, ledger: int) -> np.ndarray:
+    """The device's state of a row that joins with a ledger, and whose first `length` positions are computed.
+
+    It is `ROW_RECORD` [1].
 
     Values that are checked as Python numbers are brought into the range of the record's types without a change of
     meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
@@ -41,6 +44,11 @@ def row_record(row: int, sample: Sample, length: int) -> np.ndarray:
     record["min_p"] = params.min_p
     record["seed_low"] = sample.seed & 0xFFFFFFFF
     record["seed_high"] = sample.seed >> 32
+    record["typical_p"] = max(float(params.typical_p), float(FLOAT32.tiny))
+    record["presence"], record["frequency"] = params.presence_penalty, params.frequency_penalty
+    record["repetition"] = params.repetition_penalty
+    record["ngram_size"] = min(params.no_repeat_ngram_size, INT32_MAX)
+    record["ledger"] = ledger
     record["stop_ids"] = -1
     record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
     return record
@@ -52,14 +60,19 @@ class Draft:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.shared_blocks = 0
+        self.ledger_words = 0
+        self._ledgers: list[np.ndarray] = []
         self._joins: list[np.ndarray] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._pieces: list[np.ndarray] = []
         self._block_deltas: list[np.ndarray] = []
         self._copies: list[tuple[int, int]] = []
 
-    def add_join(self, row: int, sample: Sample, length: int) -> None:
-        self._joins.append(row_record(row, sample, length))
+    def add_join(self, row: int, sample: Sample, length: int, ledger: int) -> None:
+        self._joins.append(row_record(row, sample, length, ledger))
+        if ledger != NO_LEDGER:
+            self._ledgers.append(ledger_record(ledger, sample))
+            self.ledger_words += len(self._ledgers[-1])
 
     def add_shared_blocks(self, deltas: np.ndarray, count: int) -> None:
         """Add the block deltas of `count` blocks of each group that a joining row shares."""
@@ -95,6 +108,7 @@ class Draft:
             joins=_joined(self._joins, NO_JOINS),
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
+            ledgers=_joined(self._ledgers, NO_LEDGERS),
             features=features,
             block_copies=_frozen(np.array(self._copies, np.int32)) if self._copies else NO_COPIES,
             held=held,

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from ..plan import NO_FEATURES, Feature
-from ..request import Request
-
-
-def features_of(request: Request) -> Feature:
-    """What the sampling of `request` needs."""
-    return NO_FEATURES
 
 
 class FeatureCounts:

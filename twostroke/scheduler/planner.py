@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plan import NO_FEATURES, Feature, Plan, max_shared_blocks
+from ..plan import NO_FEATURES, NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
 from .forks import Forks
+from .ledgers import ledger_words
 from .prefixes import Start
 from .queue import Queue
 from .step_costs import StepCosts
@@ -48,6 +49,7 @@ class Planner:
         max_model_len: most tokens of a sample.
         takes_rows: see `Policy`.
         costs: see `Scheduler`.
+        max_ledger_words: most words of the ledgers that open in one plan.
 
     Attributes:
         preemptions: since the start.
@@ -64,6 +66,7 @@ class Planner:
         max_model_len: int,
         takes_rows: bool,
         costs: StepCosts | None,
+        max_ledger_words: int,
     ) -> None:
         self.batch = batch
         self.rows, self.pool, self.lanes = batch.rows, batch.pool, batch.lanes
@@ -74,6 +77,7 @@ class Planner:
         self.max_step_tokens = max_step_tokens
         self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
         self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, batch.rows.block_size)
+        self.max_ledger_words = max_ledger_words
         self.preemptions = 0
 
     def plan(self) -> Plan | None:
@@ -106,14 +110,16 @@ class Planner:
             self.forks.rows_for(sample) + len(batch.draining) + len(batch.releases) + int(np.count_nonzero(rows.ending))
         )
         missing = self._fit(sample).needed - self.pool.available - self._coming_blocks()
+        ledgers = rows.coming_ledgers() if ledger_words(sample) else 1
         victims = []
         for row in reversed(self._going_on()):
-            if (seats > 0 and missing <= 0) or rows.rank[row] <= sample.rank:
+            if (seats > 0 and missing <= 0 and ledgers > 0) or rows.rank[row] <= sample.rank:
                 break
             victims.append(row)
             seats += 1
+            ledgers += rows.ledger[row] != NO_LEDGER
             missing -= self.pool.count_unshared(rows.blocks[0, row, : rows.held[row]]) + int(rows.reserved[row])
-        if seats > 0 and missing <= 0:
+        if seats > 0 and missing <= 0 and ledgers > 0:
             for row in victims:
                 self._preempt(row)
 
@@ -201,7 +207,7 @@ class Planner:
 
     def _place(self, sample: Sample, draft: Draft) -> bool:
         """Give `sample` a row, and the promise of blocks for all its tokens; False if it does not fit."""
-        if self.pool.available < 1 or self.forks.rows_for(sample) < 1:
+        if self.pool.available < 1 or self.forks.rows_for(sample) < 1 or not self._has_ledger(sample, draft):
             return False
         start, own, needed = self._fit(sample)
         if self.pool.available < needed or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
@@ -225,11 +231,16 @@ class Planner:
         idle = self.pool.cache.count_idle(start.chain) if start.source is None else 0
         return Fit(start, own, own + idle + (self.rows.running if sample.preemptions else 0))
 
+    def _has_ledger(self, sample: Sample, draft: Draft) -> bool:
+        """Whether there is a ledger for `sample`, and room in the plan to open it; also if it needs none."""
+        words = ledger_words(sample)
+        return not words or (bool(self.rows.free_ledgers) and draft.ledger_words + words <= self.max_ledger_words)
+
     def _join(self, sample: Sample, start: Start, own: int, draft: Draft) -> int:
         """Give `sample` a row that begins at `start`, and is promised `own` blocks more."""
         row = self.batch.join(sample, len(start.blocks) + own)
         self.batch.prefixes.begin(row, sample, start)
-        draft.add_join(row, sample, start.positions)
+        draft.add_join(row, sample, start.positions, int(self.rows.ledger[row]))
         if start.blocks:
             shared = self._share(start)
             draft.add_shared_blocks(self.rows.extend_blocks(row, shared), shared.shape[1])

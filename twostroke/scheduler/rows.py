@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from ..plan import Flag, Plan, StepOutput
+from ..plan import LEDGER_FEATURES, NO_LEDGER, Flag, Plan, StepOutput
 from ..request import Sample, SampleState
-from .features import FeatureCounts, features_of
+from .features import FeatureCounts
 
 NO_TOKENS = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
@@ -37,7 +37,7 @@ class RowTable:
     values, numpy lets go of the interpreter's lock, and to get it back from a busy thread can take milliseconds.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, num_ledgers: int) -> None:
         self.block_size = block_size
         self.running = 0
         self.features = FeatureCounts()
@@ -67,6 +67,8 @@ class RowTable:
         self.streaming = np.zeros(num_rows, bool)
         self.samples = np.full(num_rows, None, object)
         self.free = list(range(num_rows - 1, -1, -1))
+        self.ledger = np.full(num_rows, NO_LEDGER, np.int32)
+        self.free_ledgers = list(range(num_ledgers - 1, -1, -1))
 
     def blocks_of(self, positions: int) -> int:
         """Blocks that so many positions need."""
@@ -83,7 +85,9 @@ class RowTable:
         self.order[row], self.rank[row], self.samples[row] = sample.order, sample.rank, sample
         self.alive[row], self.streaming[row] = True, streaming
         self.running += 1
-        self.features.add(features_of(sample.request))
+        if sample.request.features & LEDGER_FEATURES:
+            self.ledger[row] = self.free_ledgers.pop()
+        self.features.add(sample.request.features)
         sample.state = SampleState.RUNNING
         return row
 
@@ -96,6 +100,11 @@ class RowTable:
         """`rows`, intp [K], sorted by rank, and those of one rank by arrival."""
         return rows[np.lexsort((self.order[rows], self.rank[rows]))]
 
+    def coming_ledgers(self) -> int:
+        """Ledgers that are free, or will be once steps in flight are committed."""
+        leaving = (self.order < 0) | self.ending
+        return len(self.free_ledgers) + int(np.count_nonzero(leaving & (self.ledger != NO_LEDGER)))
+
     def begin_at(self, row: int, length: int, *, publishes: bool) -> None:
         """The row finds its first `length` positions computed; `publishes`: its blocks may be found by others."""
         self.launched[row] = self.confirmed[row] = self.shared[row] = length
@@ -105,7 +114,7 @@ class RowTable:
         """The row takes part in no further step."""
         if self.order[row] >= 0:
             self.running -= 1
-            self.features.remove(features_of(self.samples[row].request))
+            self.features.remove(self.samples[row].request.features)
         self.order[row], self.publishes[row] = -1, False
 
     def end(self, row: int) -> None:
@@ -115,7 +124,10 @@ class RowTable:
         self.samples[row] = None
 
     def free_row(self, row: int) -> None:
-        """Return an ended row to the pool of rows."""
+        """Return an ended row to the pool of rows, and its ledger to that of ledgers."""
+        if self.ledger[row] != NO_LEDGER:
+            self.free_ledgers.append(int(self.ledger[row]))
+            self.ledger[row] = NO_LEDGER
         self.free.append(row)
 
     def add_blocks(self, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from ..cache.block_pool import BlockPool
 from ..errors import InvalidRequest
 from ..held_input import HeldInput
-from ..plan import Flag, Plan, StepOutput
+from ..plan import LEDGER_FEATURES, Flag, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .batch import Batch
@@ -63,6 +63,7 @@ class Scheduler:
         policy: in which order samples get rows, and lose them.
         costs: how many prompt tokens may go beside decoding rows; None is no limit but the step's.
         constraints: of samples whose rows are held; None if there are no such requests.
+        num_ledgers: ledgers on the device. max_ledger_words: most words of those that open in one plan.
         debug: check the invariants after every plan and commit; slow.
     """
 
@@ -80,12 +81,15 @@ class Scheduler:
         policy: Policy = FIRST_COME,
         costs: StepCosts | None = None,
         constraints: Constraints | None = None,
+        num_ledgers: int = 0,
+        max_ledger_words: int = 0,
         debug: bool = False,
     ) -> None:
         num_rows = min(max_rows, max_step_tokens)
         self.max_step_tokens = max_step_tokens
         self.max_model_len = max_model_len
-        self.rows = RowTable(num_rows, max_model_len, block_size, num_groups)
+        self.num_ledgers = num_ledgers
+        self.rows = RowTable(num_rows, max_model_len, block_size, num_groups, num_ledgers)
         self.pool = BlockPool(num_blocks, block_size, num_groups)
         self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
         self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes, constraints)
@@ -100,6 +104,7 @@ class Scheduler:
             max_model_len=max_model_len,
             takes_rows=policy.takes_rows,
             costs=costs,
+            max_ledger_words=max_ledger_words,
         )
         self._costs = costs
         self._policy = policy
@@ -113,7 +118,8 @@ class Scheduler:
         """Queue `sample`.
 
         Raises:
-            InvalidRequest: it could never end here, since it outgrows the row table or the cache.
+            InvalidRequest: it could never end here, since it outgrows the row table or the cache, or there are no
+                ledgers.
         """
         length = sample.prompt_len + sample.request.max_tokens
         blocks = self.rows.blocks_of(length - 1)
@@ -122,6 +128,8 @@ class Scheduler:
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
                 f"max_model_len={self.max_model_len} and {self.pool.total} usable blocks"
             )
+        if sample.request.features & LEDGER_FEATURES and not self.num_ledgers:
+            raise InvalidRequest(f"{sample.request.features & LEDGER_FEATURES!r} needs a ledger, but num_ledgers=0")
         sample.order, sample.rank = self._arrivals, self._policy.rank(sample)
         self._arrivals += 1
         if not self.forks.submit(sample):

@@ -1,0 +1,124 @@
+"""The parameter matrix: every parameter under every mode, roomy and preempted, with whole and with chunked prompts.
+
+A line is a choice of parameters; what its tokens must be is said by transformers' own logits processors, applied to
+logits of the same weights. A cell is a way to run; all cells must give a line the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from engines import MODES, running
+from sampling_oracle import EOS, VOCAB, Reference, choices, make_prompt
+
+from twostroke import Engine, SamplingParams
+from twostroke.text.output import RequestOutput
+
+NEW = 24
+PROMPTS = [make_prompt(length) for length in (23, 18, 31)]
+NEIGHBOUR = make_prompt(20, seed=1)
+
+LINES: dict[str, dict[str, Any]] = {
+    "presence_penalty": {"presence_penalty": 3.0},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "frequency_reward": {"frequency_penalty": -1.0},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "repetition_reward": {"repetition_penalty": 0.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "frequency_penalty": -2.0},
+    "no_repeat_token": {"no_repeat_ngram_size": 1},
+    "logit_bias": {"logit_bias": {3: 4.0, 100: 6.0, 200: -5.0, 256: 5.5}},
+    "allowed_token_ids": {"allowed_token_ids": [*range(5, 250, 7), 255]},
+    "bad_words": {"bad_words": [[token] for token in range(0, VOCAB, 3)]},
+    "bad_sequences": {"bad_words": [[first, second] for first in range(16) for second in range(120, 136)]},
+    "typical_p": {"typical_p": 0.4, "temperature": 1.0, "seed": 5},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": list(range(40, 70)), "ignore_eos": False},
+    "top_k": {"top_k": 16, "temperature": 1.0, "seed": 6},
+    "top_p": {"top_p": 0.5, "temperature": 1.0, "seed": 7},
+    "min_p": {"min_p": 0.3, "temperature": 1.0, "seed": 8},
+    "temperature": {"temperature": 0.7, "seed": 9},
+}
+"""What a line sets beyond greedy sampling of `NEW` tokens: its parameter, then what lets the parameter take effect."""
+
+
+class Cell(NamedTuple):
+    """A way to run."""
+
+    mode: str
+    preempted: bool
+    chunked: bool
+
+
+CELLS = [Cell(*cell) for cell in product(MODES, (False, True), (False, True))]
+
+
+def make_params(*lines: dict[str, Any]) -> SamplingParams:
+    """Several lines at once; what a later one sets holds."""
+    merged: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}
+    for line in lines:
+        merged |= line
+    return SamplingParams(**merged)
+
+
+@contextmanager
+def running_cell(cell: Cell, model: Any, **options: Any) -> Iterator[Engine]:
+    """An engine in which a cell's requests run."""
+    options = {"max_chunk_tokens": 5 if cell.chunked else None, "block_size": 4, "max_rows": 6, **options}
+    with running(cell.mode, model, num_blocks=32 if cell.preempted else 200, **options) as engine:
+        yield engine
+
+
+def run_line(engine: Engine, cell: Cell, params: SamplingParams) -> list[RequestOutput]:
+    """The outputs of `PROMPTS` with `params`, run beside a request without any parameter, whose output comes last."""
+    if cell.chunked:
+        engine.reset_prefix_cache()
+    return engine.generate([*PROMPTS, NEIGHBOUR], [params] * len(PROMPTS) + [make_params()])
+
+
+class Additive(transformers.LogitsProcessor):
+    """Presence and frequency penalty, which transformers has not: by the count of each token in the output."""
+
+    def __init__(self, prompt_len: int, presence: float, frequency: float) -> None:
+        self.prompt_len, self.presence, self.frequency = prompt_len, presence, frequency
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        counts = torch.bincount(input_ids[0, self.prompt_len :], minlength=scores.shape[1])
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsProcessorList:
+    """What transformers does to logits before temperature and filters, in its own order."""
+    found = transformers.LogitsProcessorList()
+    if params.logit_bias:
+        bias = {(token,): float(value) for token, value in params.logit_bias.items()}
+        found.append(transformers.SequenceBiasLogitsProcessor(bias))
+    if params.repetition_penalty != 1:
+        found.append(transformers.RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+    found.append(Additive(prompt_len, params.presence_penalty, params.frequency_penalty))
+    if params.no_repeat_ngram_size:
+        found.append(transformers.NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size))
+    if params.bad_words:
+        found.append(transformers.NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        found.append(transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, 1))
+    return found
+
+
+def check(reference: Reference, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> None:
+    """Assert that every token is the one that transformers' processors, and then the sampler's definition, give."""
+    edit = processors(params, len(prompt))
+    logits = reference.logits(prompt, tokens)
+    barred = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
+    ties = 0
+    for index, token in enumerate(tokens):
+        ids = torch.tensor([[*prompt, *tokens[:index]]])
+        scores = edit(ids, logits[index : index + 1])[0].numpy()
+        allowed = choices(scores, params, index, barred if index < params.min_tokens else ())
+        assert token in allowed, f"token {index} of {params} is {token}, not {allowed}"
+        ties += len(allowed) > 1
+    assert ties <= 1 + len(tokens) // 8
