@@ -47,7 +47,8 @@ def prefill_tiles(capability: tuple[int, int], group: int, head_dim: int, dtype:
     if dim_pad > 128:
         return PrefillTiles(max(64, at_least), 32, warps=4, stages=2 if capability == (9, 0) else 1)
     if capability == (9, 0):
-        return PrefillTiles(max(128, at_least), 64, warps=8, stages=3)
+        # The block table's load takes stages too: with 5, two tiles are under way, with 3 or 4 one.
+        return PrefillTiles(max(128, at_least), 64, warps=8, stages=5)
     return PrefillTiles(max(64, at_least), 64 if dim_pad <= 64 else 32, warps=4, stages=2)
 
 
@@ -64,6 +65,63 @@ def _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS: tl.conste
         offset = tl.load(chunk_offsets_ptr + index, mask=inside, other=0)
         chunk += tl.sum((inside & ((offset - first) // TOKENS + index <= tile)).to(tl.int32), 0)
     return chunk
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    q_position,
+    tile_begin,
+    end,
+    top,
+    total,
+    result,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take a tile of positions into the softmax; not `MASKED`, every query sees all of it."""
+    position = tile_begin + tl.arange(0, TILE)
+    dim = tl.arange(0, DIM_PAD)
+    inside = (position < end)[:, None] & (dim < HEAD_DIM)[None, :]
+    if MASKED:
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+    line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+    kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
+    if MASKED or HEAD_DIM != DIM_PAD:
+        # Masked loads, not only masked scores: what lies beyond the chunk may be the NaN of an earlier owner.
+        k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
+        v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
+    else:
+        k = tl.load(keys_ptr + kv_offsets)
+        v = tl.load(values_ptr + kv_offsets)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        visible = (position < end)[None, :] & (position[None, :] <= q_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > q_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    shift = new_top
+    if WINDOW > 0:
+        # A query may see nothing of a tile: -inf must not be subtracted from -inf.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weights, 1)
+    result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
+    return new_top, total, result
 
 
 @triton.jit(
@@ -94,11 +152,11 @@ def prefill_kernel(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program per query tile and kv head; `scale` includes log2(e)."""
+    """One program per kv head and query tile; `scale` includes log2(e)."""
     TOKENS: tl.constexpr = QUERIES // GROUP
-    # The last tiles of a chunk see the most positions: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0) % KV_HEADS
+    # The last tiles of a chunk see the most positions: they start first, those of all heads.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     first = tl.load(chunk_offsets_ptr)
     chunk = _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
     real = chunk < num_chunks
@@ -123,34 +181,25 @@ def prefill_kernel(
 
     end = start + tl.minimum(tile_token + TOKENS, chunk_end - chunk_begin)
     end = tl.where(real, end, 0)
+    # Up to here the first query, and so every one, sees all of a tile.
+    seen = tl.where(real, (start + tile_token + 1) // TILE * TILE, 0)
     begin = start * 0
     if WINDOW > 0:
         begin = tl.maximum(start + tile_token - WINDOW + 1, 0) // TILE * TILE
+        seen = begin
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, DIM_PAD], tl.float32)
-    for tile_begin in range(begin, end, TILE):
-        position = tile_begin + tl.arange(0, TILE)
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        # Masked loads, not only masked scores: what lies beyond the chunk may be the NaN of an earlier owner.
-        inside = (position < end)[:, None] & (dim < HEAD_DIM)[None, :]
-        kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
-        v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
-        visible = (position < end)[None, :] & (position[None, :] <= q_position[:, None])
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > q_position[:, None] - WINDOW)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # With a window, a query may see nothing of a tile: -inf must not be subtracted from -inf.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
-        top = new_top
+    for tile_begin in range(begin, seen, TILE):
+        top, total, result = _attend_tile(
+            q, q_position, tile_begin, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, WINDOW, TILE, False,
+        )  # fmt: skip
+    for tile_begin in range(seen, end, TILE):
+        top, total, result = _attend_tile(
+            q, q_position, tile_begin, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, WINDOW, TILE, True,
+        )  # fmt: skip
 
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     out_ptrs = out_ptr + (q_token * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dim[None, :]
@@ -180,13 +229,13 @@ def prefill_attention(
         chunk_rows, chunk_starts: int32 [C], row and first position of each chunk.
         chunk_offsets: int32 [C + 1], where each chunk begins in q; tokens from the last one on are padding.
         out: [T, heads, head_dim], contiguous, written from the first chunk on; padding gets zeros.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
         window: a query sees its own position and the window - 1 before it; 0 is all.
         tiles: see `PrefillTiles`.
     """
     (tokens, heads, head_dim), kv_heads, chunks = q.shape, keys.shape[1], chunk_rows.shape[0]
     group = heads // kv_heads
-    grid = (tokens // (tiles.queries // group) + chunks + 1, kv_heads)
+    grid = (kv_heads * (tokens // (tiles.queries // group) + chunks + 1),)
     prefill_kernel[grid](
         q, keys, values, table, chunk_rows, chunk_starts, chunk_offsets, out, scale * LOG2_E, tokens, chunks,
         q.stride(0), q.stride(1), table.stride(0),
