@@ -1,6 +1,6 @@
 """Times prompt attention over tile sizes, as TFLOP/s of the visible half, beside the ceiling of a large product.
 
-usage: python bench/prefill_attention.py     (on a GPU; about 30 s, most of it compiling; prints one JSON object)
+usage: python bench/prefill_attention.py     (on a GPU; about 45 s, most of it compiling; prints one JSON object)
 
 Shapes are those of Qwen3-0.6B (16 query heads, 8 kv heads) and Llama-3.1-8B (32, 8), head dimension 128, bf16. A case
 is the (first position, tokens) of its chunks; the step's other sizes are those of the captured shape for it.
