@@ -53,6 +53,7 @@ class PaperDevice:
     Attributes:
         prefixes: of each block of each group that was written to its end, the tokens that were in the row up to there.
         written: step in which each block of each group was written last.
+        version: of the weights. version_of: by which of them each output of each seed was sampled.
         epoch_of: epoch of the row that wrote it; a row has the `epoch` in which it joined.
     """
 
@@ -65,6 +66,8 @@ class PaperDevice:
         self.lanes = np.full(max_rows, max_rows, int)
         self.nan_at: dict[int, int] = {}
         self.epoch = 0
+        self.version = 0
+        self.version_of: dict[tuple[int, int], int] = {}
         self.prefixes: dict[tuple[int, int], list[int]] = {}
         self.written = np.full((num_groups, num_blocks), -1)
         self.epoch_of = np.full((num_groups, num_blocks), -1)
@@ -155,6 +158,7 @@ class PaperDevice:
         state["good"] = int(state["length"])
         token = next_token(state["seed"], seen, outputs, int(state["min_outputs"]), stops)
         state["last_token"], state["outputs"] = token, outputs + 1
+        self.version_of[state["seed"], outputs] = self.version
         flag = Flag.TOKEN
         flag |= Flag.STOP if token in stops else 0
         flag |= Flag.LENGTH if outputs + 1 == state["max_outputs"] else 0
@@ -268,6 +272,23 @@ class Workshop:
 
     def reset(self) -> None:
         self.scheduler.reset_prefix_cache()
+        self.device.epoch += 1
+
+    def hold(self, *, drain: bool) -> list[bool]:
+        """Close the gate; the list gets an entry when it is quiet."""
+        quiet: list[bool] = []
+        self.scheduler.hold("test", drain=drain, on_quiet=lambda: quiet.append(True))
+        return quiet
+
+    def release(self) -> None:
+        self.scheduler.release("test")
+
+    def change_weights(self, *, recompute: bool) -> None:
+        self.device.version = self.scheduler.change_weights(recompute=recompute)
+        self.device.epoch += 1
+
+    def empty_cache(self) -> None:
+        self.scheduler.empty_cache()
         self.device.epoch += 1
 
     # -- Steps
@@ -390,6 +411,8 @@ class Workshop:
             assert output == expected[: len(output)]
         else:
             assert (output, sample.finish_reason) == (expected, reason)
+        versions = [version for version, count in sample.weight_versions() for _ in range(count)]
+        assert versions == [self.device.version_of[sample.seed, index] for index in range(len(output))]
         assert sample.state is SampleState.FINISHED
         assert not sample.chain, "an ended sample keeps digests"
         assert (sample.error is not None) == (sample.finish_reason is FinishReason.ERROR)

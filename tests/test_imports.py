@@ -28,7 +28,10 @@ BELOW_ENGINE = WORDS | {
         "constraints",
     ),
 }
-ENGINE = {"engine", "build", "build_report", "config", "front", "inbox", "lifecycle", "progress", "prompts", "watched"}
+ENGINE = {
+    *("engine", "build", "build_report", "config", "front", "inbox", "calls", "lifecycle", "maintenance"),
+    *("progress", "prompts", "watched"),
+}
 """The engine and the files it is cut into."""
 
 ALLOWED = {
@@ -60,7 +63,9 @@ ALLOWED = {
     "prompts": {"numpy", "text"},
     "build_report": set(),
     "build": {"build_report", "torch", "numpy", "config"} | BELOW_ENGINE,
-    "lifecycle": {"torch", "build", "inbox", "watched"} | BELOW_ENGINE,
+    "calls": {"inbox"},
+    "maintenance": {"torch", "build", "calls"} | BELOW_ENGINE,
+    "lifecycle": {"calls", "torch", "build", "inbox", "watched"} | BELOW_ENGINE,
     "front": {"progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs.

@@ -103,6 +103,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset(self):
         self.shop.reset()
 
+    @rule(recompute=st.booleans())
+    def change_weights(self, recompute):
+        self.shop.change_weights(recompute=recompute)
+
+    @rule(drain=st.booleans())
+    def pause(self, drain):
+        """Until nothing of what has begun is left, or in flight; new samples wait meanwhile."""
+        began = {sample for sample in self.alive() if sample.timings.admitted is None}
+        quiet = self.shop.hold(drain=drain)
+        while not quiet:
+            self.shop.turn()
+        assert not self.shop.in_flight
+        assert not drain or self.shop.scheduler.stats().running == 0
+        steps = len(self.shop.plans)
+        self.shop.turn()
+        assert len(self.shop.plans) == steps
+        if not drain:
+            self.shop.empty_cache()
+            assert self.shop.scheduler.stats().running == 0
+        assert all(sample.timings.admitted is None or sample.index for sample in began)
+
+    @rule()
+    def resume(self):
+        self.shop.release()
+
     def alive(self):
         return [sample for sample in self.shop.samples if sample.state is not SampleState.FINISHED]
 
@@ -123,6 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if self.shop is not None:
+            self.shop.release()
             self.shop.drain()
             self.shop.check_all()
 

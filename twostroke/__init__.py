@@ -12,10 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
+    EngineAsleep,
     EngineClosed,
     EngineDead,
     InvalidConfig,
     InvalidRequest,
+    InvalidWeights,
+    NotEnoughMemory,
     QueueFull,
     TwostrokeError,
     UnsupportedModel,
@@ -34,12 +37,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Delta",
     "Engine",
+    "EngineAsleep",
     "EngineClosed",
     "EngineDead",
     "FinishReason",
     "Handle",
     "InvalidConfig",
     "InvalidRequest",
+    "InvalidWeights",
+    "NotEnoughMemory",
     "QueueFull",
     "RequestOutput",
     "SampleOutput",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +51,12 @@ LEDGER_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class Parts:
-    """A built engine, not yet running."""
+    """A built engine, not yet running.
+
+    Attributes:
+        forward: holds the attention, and that the cache.
+        capture: captures the graphs, again if need be; returns how many.
+    """
 
     device: Device
     loaded: LoadedModel
@@ -60,6 +66,8 @@ class Parts:
     scheduler: Scheduler
     runner: Runner
     slots: list[Slot]
+    forward: Forward
+    capture: Callable[[], int]
     report: BuildReport
 
 
@@ -176,7 +184,8 @@ class _Builder:
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
-        graphs = self._capture(runner, padded, slots, wide_logits) if self.on_cuda and config.graphs else 0
+        capture = partial(self._capture, runner, padded, slots, wide_logits)
+        graphs = capture()
         usable = num_blocks - 1
         tokenizer = find_tokenizer(loaded.directory)
         # NOTE: the last token of a sample needs no position in the cache.
@@ -202,6 +211,8 @@ class _Builder:
             scheduler=self._make_scheduler(model, num_blocks, limits, constraints),
             runner=runner,
             slots=slots,
+            forward=forward,
+            capture=capture,
             report=BuildReport(
                 num_blocks=num_blocks,
                 cache_bytes=num_blocks * self._block_bytes(model),
@@ -352,8 +363,12 @@ class _Builder:
         return 2 * peak + (MAX_PROMPT_GRAPHS * _GRAPH_BYTES if config.graphs else 0)
 
     def _capture(self, runner: Runner, shapes: PaddedShapes, slots: list[Slot], logits: torch.Tensor) -> int:
+        if not self.on_cuda or not self.config.graphs:
+            return 0
         from .device.graphs import Graphs
 
+        for slot in slots:  # capture runs the steps once: what a slot brought last must not be done again
+            slot.device_input.zero_()
         graphs = Graphs(self.device.compute.raw)  # type: ignore[attr-defined]  # a CUDA stream has one
         prompts = StepBuffers(self.device, len(slots[0].device_input), self.max_lanes)
         runner.capture(graphs, shapes.decode.sizes, slots, prompts, logits)

@@ -17,6 +17,8 @@ from .device.streams import Device
 from .front import Front
 from .inbox import Inbox
 from .lifecycle import Lifecycle
+from .maintenance import Maintenance
+from .model.weight_source import Weights
 from .request import Sample
 from .scheduler.committed import Committed
 from .scheduler.scheduler import Scheduler
@@ -133,6 +135,7 @@ class Engine(Front):
         self.model = parts.loaded.model
         self.report = parts.report
         self._life = life = Lifecycle(parts, loop, self._delivery_maker(parts))
+        self._maintenance = Maintenance(parts, life.calls)
         super().__init__(
             parts.tokenizer,
             parts.limits,
@@ -177,6 +180,70 @@ class Engine(Front):
             EngineDead, EngineClosed: the engine has ended.
         """
         self._life.inbox.put(lambda scheduler: scheduler.reset_prefix_cache())
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights with which the next step runs: 0, and one more with each `update_weights`."""
+        return self._parts.scheduler.weight_version
+
+    def pause(self, mode: str = "keep") -> None:
+        """Stop, and return once the device rests; requests may still be submitted, and wait.
+
+        Args:
+            mode: `keep` stops at once: what runs keeps its place, its cache, and all its tokens. `drain` lets requests
+                that have begun go on to their end first, and begins none.
+
+        Raises:
+            EngineDead, EngineClosed: the engine has ended, or did so meanwhile.
+        """
+        self._maintenance.pause(mode)
+
+    def resume(self) -> None:
+        """Go on after `pause`; who still waits for one to come about waits no longer. Does nothing if there is none.
+
+        Raises:
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        self._maintenance.resume()
+
+    def sleep(self) -> None:
+        """Stop, free the cache, and move the weights into host memory (on the CPU they are there); until `wake`.
+
+        Requests that run are recomputed later; they lose no token, and their tokens do not change.
+
+        Raises:
+            NotEnoughMemory: the host has no room for the weights; the engine goes on.
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        self._maintenance.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`; graphs are captured again. A pause is left as it is.
+
+        Raises:
+            NotEnoughMemory: somebody else has the memory now; the engine sleeps on, and can be woken later.
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        self._maintenance.wake()
+
+    def update_weights(self, weights: Weights, *, recompute: bool = False, partial: bool = False) -> int:
+        """Replace the weights between two steps, and return their version.
+
+        All is checked before anything is written. Nothing that was computed before is found in the prefix cache any
+        more. Which version gave which tokens is in the outputs' `weight_versions`.
+
+        Args:
+            weights: a state dict, a safetensors file, or a directory of them, with the names of the checkpoint. Tensors
+                of any floating dtype, on the host or the device; they must stay as they are until the call returns.
+            recompute: compute what running requests have in the cache anew with the new weights, rather than keep it.
+            partial: tensors that are missing stay as they are, rather than being an error.
+
+        Raises:
+            InvalidWeights: a name, a shape or a dtype does not fit; nothing was written.
+            EngineAsleep: the engine sleeps.
+            EngineDead, EngineClosed: the engine has ended.
+        """
+        return self._maintenance.update_weights(weights, recompute=recompute, partial=partial)
 
     def close(self) -> None:
         """Cancel what is running, hand over every output, and stop all threads. Safe to call twice."""

@@ -27,6 +27,18 @@ class InvalidConfig(TwostrokeError, ValueError):
     """An argument of the engine was refused; the message names it and its value."""
 
 
+class InvalidWeights(TwostrokeError, ValueError):
+    """New weights were refused before anything was written; the message names the tensor."""
+
+
+class NotEnoughMemory(TwostrokeError, RuntimeError):
+    """Memory that was given back is not there any more; the message has the numbers."""
+
+
+class EngineAsleep(TwostrokeError, RuntimeError):
+    """The call needs the weights, and they are put away."""
+
+
 class UnsupportedModel(TwostrokeError, ValueError):
     """The model needs something that the chosen implementation does not have; the message names it."""
 

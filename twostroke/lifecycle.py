@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .build import Parts
+from .calls import Calls
 from .errors import EngineClosed, EngineDead, TwostrokeError
 from .inbox import Command, Inbox
 from .loop import AsyncLoop, SyncLoop
@@ -38,6 +39,7 @@ class Lifecycle:
         self, parts: Parts, loop: str, make_delivery: Callable[[Callable[[BaseException], None]], Any]
     ) -> None:
         self.inbox = Inbox()
+        self.calls = Calls(self.inbox)
         self.delivery = make_delivery(self._fail)
         watched = Watched(parts.scheduler, self.delivery.put, parts.runner.activity)
         self.loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
@@ -65,6 +67,7 @@ class Lifecycle:
         reason = EngineClosed("the engine runs in the process that made it, and not in a forked child")
         self.inbox.end_in_child(reason)
         self.delivery.end_in_child(reason)
+        self.calls.end_in_child(reason)
 
     def _run(self) -> None:
         try:
@@ -72,6 +75,7 @@ class Lifecycle:
                 self.loop.run()
         except BaseException as error:
             self._fail(error)
+        self.calls.end(EngineClosed("the engine is closed"))
         self._constraints.close()
         self.delivery.close()
         with contextlib.suppress(Exception):  # a device that failed fails again here; callers have its error already
@@ -83,6 +87,7 @@ class Lifecycle:
         dead.__cause__ = error
         self._end(dead)
         self.delivery.fail(dead)
+        self.calls.end(dead)
 
     def _leave(self, command: Command) -> None:
         """Leave the loop a command; after its end there is nothing left to do."""

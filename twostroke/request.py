@@ -235,7 +235,9 @@ class Sample:
         tokens: prompt and output token ids, int32; current whenever the sample has no row.
         chain: digests of the full blocks of `tokens`, as far as the prefix cache needed them.
         cached_tokens: prompt tokens that its first admission found in the prefix cache.
-        preemptions: how often it lost its place to an older sample.
+        preemptions: how often it lost its place.
+        versions: of each weight version that gave it tokens, the number, and how many output tokens there were at its
+            end.
         finish_reason: why it ended; None before that.
         error: what went wrong, where the reason is `error`.
     """
@@ -250,6 +252,7 @@ class Sample:
     chain: list[bytes] = field(default_factory=list, repr=False)
     cached_tokens: int = 0
     preemptions: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list, repr=False)
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings = field(default_factory=lambda: Timings(time.perf_counter()))
@@ -266,3 +269,16 @@ class Sample:
     def output(self) -> np.ndarray:
         """Output token ids, int32; current whenever the sample has no row."""
         return self.tokens[self.prompt_len :]
+
+    def mark_version(self, version: int, length: int) -> None:
+        """Note that of the first `length` tokens all that belong to no earlier weight version belong to this one."""
+        outputs = length - self.prompt_len
+        if outputs > (self.versions[-1][1] if self.versions else 0):
+            self.versions.append((version, outputs))
+
+    def weight_versions(self, kept: int | None = None) -> list[tuple[int, int]]:
+        """(version, output tokens) in the order in which they came, of the first `kept` output tokens or all."""
+        length = len(self.output) if kept is None else kept
+        ends = [min(end, length) for _, end in self.versions]
+        counts = np.diff(ends, prepend=0).tolist()
+        return [(version, count) for (version, _), count in zip(self.versions, counts, strict=True) if count]

@@ -95,6 +95,7 @@ class Runner:
         self._shapes = shapes
         self._graphs: Graphs | None = None
         self._prompts: StepBuffers | None = None
+        self._recurring: Recurring | None = None
         self._logits = torch.empty(0)
         self._in_flight: deque[Plan] = deque()
         self._unsampled: deque[tuple[Plan, Slot, StepShape, Window | None]] = deque()
@@ -207,6 +208,10 @@ class Runner:
                     self._captured_part(shape)(shape, slot)
                     self._capture(shape, slot)
 
+    def forget_graphs(self) -> None:
+        """Let go of what was captured, and of its memory; steps run eagerly until the next capture."""
+        self._graphs = self._prompts = self._recurring = None
+
     def copy_in(self, shape: StepShape, slot: Slot) -> None:
         """The work on the h2d stream."""
         slot.copy_in()
@@ -220,7 +225,7 @@ class Runner:
     def compute(self, shape: StepShape, slot: Slot) -> None:
         """The work on the compute stream."""
         prompts = self._prompts if shape.chunks else None
-        if prompts is not None and self._recurring.due(_graph_key(shape, prompts)):
+        if prompts is not None and self._recurring is not None and self._recurring.due(_graph_key(shape, prompts)):
             # NOTE: before the meter begins, since no step runs meanwhile.
             self._capture(shape, prompts)
         self.device.meter.begin()

@@ -51,11 +51,23 @@ class Attention(ABC):
         self.layers = layers
         self.block_size = block_size
 
-        def blocks(layer: LayerSpec) -> torch.Tensor:
-            return _zeros((num_blocks, layer.kv_heads, block_size, layer.head_dim), dtype, device)
+        self._memory = num_blocks, dtype, device
+        self.nbytes = num_blocks * sum(layer.block_bytes(block_size, dtype) for layer in layers)
+        self.allocate()
 
-        self.keys = [blocks(layer) for layer in layers]
-        self.values = [blocks(layer) for layer in layers]
+    def allocate(self) -> None:
+        """Make the cache, or make it anew."""
+        num_blocks, dtype, device = self._memory
+
+        def blocks(layer: LayerSpec) -> torch.Tensor:
+            return _zeros((num_blocks, layer.kv_heads, self.block_size, layer.head_dim), dtype, device)
+
+        self.keys = [blocks(layer) for layer in self.layers]
+        self.values = [blocks(layer) for layer in self.layers]
+
+    def free(self) -> None:
+        """Let go of the cache; no step may run until it is allocated again."""
+        self.keys, self.values = [], []
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy block `pairs[i, 0]` to `pairs[i, 1]`, int32 [K, 2], in all layers; see `Plan.block_copies`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,28 @@ class TransformersModel:
                     parsed, dtype=dtype, attn_implementation="eager", trust_remote_code=False
                 )
         return cls(model, compile=compile)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Of two names for one tensor, as a tied head has, the first."""
+        return {name: tensor.shape for name, tensor in self._own_tensors().items()}
+
+    def spare_names(self, names: Iterable[str]) -> set[str]:
+        return set(names) & (self._model.state_dict().keys() - self._own_tensors().keys())
+
+    @torch.no_grad()
+    def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        own = self._own_tensors()
+        for name in tensors.keys() & own.keys():
+            own[name].copy_(tensors[name], non_blocking=True)
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and stored buffers by name, each tensor once."""
+        state = self._model.state_dict()
+        first = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
+        return {name: state[name] for name in first.values()}
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None)."""

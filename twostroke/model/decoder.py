@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch.nn import functional
 
@@ -9,6 +11,7 @@ from ..attention.interface import Attention
 from ..kernels import invariant_ops, ops
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
+from . import weights
 from .config import DecoderConfig
 from .linear import InvariantLinear, Linear
 
@@ -90,6 +93,29 @@ class Decoder:
             for linear in block.linears:
                 linear.pack()
         self.head.pack()
+
+    def unpack(self) -> None:
+        """Undo `pack`."""
+        for block in self.blocks:
+            for linear in block.linears:
+                linear.unpack()
+        if self.config.tied:
+            self.head = Linear.tied(self.embedding)
+        else:
+            self.head.unpack()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All weights that are not packed."""
+        return [self.embedding, *self._step_tensors()]
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        return weights.weight_shapes(self)
+
+    def spare_names(self, names: Iterable[str]) -> set[str]:
+        return weights.spare_names(self, names)
+
+    def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        weights.write_weights(self, tensors)
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -28,6 +29,22 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     weight_bytes: int
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that a sleeping engine may put away; two of them may lie in one storage."""
+        ...
+
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the tensors that `write_weights` takes, by the names that checkpoints give them."""
+        ...
+
+    def spare_names(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that a checkpoint may have and `write_weights` passes over, since they say nothing new."""
+        ...
+
+    def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy checked tensors over the weights, on the current stream; the storage stays, so graphs stay valid."""
+        ...
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None)."""

@@ -42,6 +42,11 @@ class Linear:
         if self._packed is not None:
             self.weight = None
 
+    def unpack(self) -> None:
+        """Undo `pack`: the weight lies in the plain layout again."""
+        if self._packed is not None:
+            self.weight, self._packed = self._packed.to_dense(), None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs] -> [T, outputs], dtype of x."""
         if self._packed is not None:

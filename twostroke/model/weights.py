@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import InvalidConfig
-from .decoder import Decoder
 from .linear import Linear
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -30,14 +33,14 @@ def load_checkpoint(decoder: Decoder, directory: Path) -> None:
     """
     targets = _targets(decoder)
     found: set[str] = set()
-    for file in _files(directory):
+    for file in weight_files(directory):
         found |= _load_file(file, targets, decoder.device)
     missing = targets.keys() - found
     unexpected = {name for name in found - targets.keys() if not _harmless(name, decoder)}
     if missing or unexpected:
         raise InvalidConfig(
             f"{directory}: the tensors do not fit model_type={decoder.config.model_type!r}; "
-            f"missing: {_listed(missing)}; unexpected: {_listed(unexpected)}"
+            f"missing: {listed(missing)}; unexpected: {listed(unexpected)}"
         )
 
 
@@ -57,6 +60,26 @@ def randomize(decoder: Decoder, seed: int) -> None:
     for linear in linears:
         if linear.bias is not None:
             linear.bias.zero_()
+
+
+def weight_shapes(decoder: Decoder) -> dict[str, torch.Size]:
+    """The shapes of a checkpoint's tensors, by their Hugging Face names."""
+    plan = type(decoder)(decoder.config, decoder.dtype, torch.device("meta"))
+    return {name: target.shape for name, target in _targets(plan).items()}
+
+
+def spare_names(decoder: Decoder, names: Iterable[str]) -> set[str]:
+    """Those of `names` that say nothing new."""
+    return {name for name in names if _harmless(name, decoder)}
+
+
+def write_weights(decoder: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy checked tensors into the storage that the decoder's weights have; packed ones are packed anew."""
+    decoder.unpack()
+    targets = _targets(decoder)
+    for name in tensors.keys() & targets.keys():
+        targets[name].copy_(tensors[name], non_blocking=True)
+    decoder.pack()
 
 
 def _targets(decoder: Decoder) -> dict[str, torch.Tensor]:
@@ -91,7 +114,12 @@ def _parts(linear: Linear, prefix: str, rows: dict[str, int]) -> dict[str, torch
     return parts
 
 
-def _files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        InvalidConfig: there are none, or some are missing.
+    """
     index = directory / _INDEX_FILE
     if (directory / _SINGLE_FILE).is_file():
         return [directory / _SINGLE_FILE]
@@ -102,7 +130,7 @@ def _files(directory: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"{index}: not an index of safetensors files ({error})") from error
     if absent := [name for name in names if not (directory / name).is_file()]:
-        raise InvalidConfig(f"{directory}: {_INDEX_FILE} names files that are not there: {_listed(absent)}")
+        raise InvalidConfig(f"{directory}: {_INDEX_FILE} names files that are not there: {listed(absent)}")
     return [directory / name for name in names]
 
 
@@ -133,7 +161,8 @@ def _harmless(name: str, decoder: Decoder) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (decoder.config.tied and name == "lm_head.weight")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Names for a message, cut short if they are many."""
     ordered = sorted(names)
     more = f" and {len(ordered) - _NAMES_SHOWN} more" if len(ordered) > _NAMES_SHOWN else ""
     return (", ".join(ordered[:_NAMES_SHOWN]) or "none") + more

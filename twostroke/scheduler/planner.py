@@ -277,6 +277,11 @@ class Planner:
             budget = min(budget, self.costs.prompt_tokens)
         return budget - draft.prompt_tokens
 
+    def preempt_all(self) -> None:
+        """Send everybody back to the queue who has positions left to launch."""
+        for row in self._going_on():
+            self._preempt(row)
+
     def _preempt(self, row: int) -> None:
         """Send the row's sample back to the queue; it keeps the row until its tokens in flight are there."""
         sample = self.batch.preempt(row)

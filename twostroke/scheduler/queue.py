@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..request import Sample, SampleState
 
@@ -45,6 +45,15 @@ class Queue:
         """Let the head go."""
         heapq.heappop(self._heap)
         self._count -= 1
+
+    def part(self, stays: Callable[[Sample], bool]) -> Queue:
+        """Move those that do not stay to a queue of their own."""
+        parted = Queue()
+        everybody = list(self)
+        self._heap, self._count = [], 0
+        for sample in everybody:
+            (self if stays(sample) else parted).push(sample)
+        return parted
 
     def count_out(self) -> None:
         """Note that a waiting sample has ended."""

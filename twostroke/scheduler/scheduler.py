@@ -17,6 +17,7 @@ from .audit import Audit
 from .batch import Batch
 from .committed import NOTHING, Committed
 from .forks import Forks
+from .gate import Gate
 from .held import Constraints
 from .lanes import Lanes
 from .planner import Planner
@@ -108,6 +109,9 @@ class Scheduler:
         )
         self._costs = costs
         self._policy = policy
+        self.gate = Gate()
+        self.weight_version = 0
+        self._aside: Queue | None = None  # while draining, those that have not begun
         self._arrivals = 0
         self._stalled = False
         self._audit = Audit(self) if debug else None
@@ -133,7 +137,7 @@ class Scheduler:
         sample.order, sample.rank = self._arrivals, self._policy.rank(sample)
         self._arrivals += 1
         if not self.forks.submit(sample):
-            self.waiting.push(sample)
+            (self.waiting if self._aside is None else self._aside).push(sample)
 
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
@@ -156,7 +160,7 @@ class Scheduler:
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
-        every = {*self.batch.row_of, *self.waiting, *self.forks.pending_samples()}
+        every = {*self.batch.row_of, *self.waiting, *(self._aside or ()), *self.forks.pending_samples()}
         samples = sorted(every, key=lambda sample: sample.order)
         for sample in samples:
             self._end(sample, reason, error)
@@ -181,13 +185,69 @@ class Scheduler:
         self.batch.releases.forget_chains()
         self.pool.forget()
 
+    def hold(self, name: str, *, drain: bool, on_quiet: Callable[[], None]) -> None:
+        """Plan nothing from now on, or with `drain` only what has begun, until `release`.
+
+        `on_quiet` is called as soon as no step is in flight and, with `drain`, all that had begun has ended; or if the
+        hold is released before that.
+        """
+        self.gate.hold(name, drain=drain, on_quiet=on_quiet)
+        if self._aside is None:
+            self._aside = self.waiting.part(_has_begun)
+
+    def release(self, name: str) -> None:
+        """Take back a hold; does nothing if there is none."""
+        self.gate.release(name)
+        if self.gate.is_open and self._aside is not None:
+            for sample in self._aside:
+                self.waiting.push(sample)
+            self._aside = None
+
+    def change_weights(self, *, recompute: bool) -> int:
+        """Steps planned from now on run with new weights; return their version.
+
+        What was computed before is found by nobody any more. Samples that run keep what they have, or, with
+        `recompute`, have it computed anew; tokens that are in flight stay theirs in any case.
+        """
+        self._mark_versions()
+        self.weight_version += 1
+        self.reset_prefix_cache()
+        if recompute:
+            self._planner.preempt_all()
+        return self.weight_version
+
+    def empty_cache(self) -> None:
+        """Let go of all that the cache holds; samples that run have it computed anew."""
+        self.reset_prefix_cache()
+        self._planner.preempt_all()
+
+    def _mark_versions(self) -> None:
+        """Note of every sample that has begun how many of its tokens, those in flight among them, end a version."""
+        rows = self.rows
+        for sample, row in self.batch.row_of.items():
+            launched, target = int(rows.launched[row]), int(rows.target[row])
+            sample.mark_version(self.weight_version, target if launched < target else launched + 1)
+        for sample in self.waiting:
+            if sample not in self.batch.row_of:
+                sample.mark_version(self.weight_version, len(sample.tokens))
+
     @property
     def has_work(self) -> bool:
-        """True while a sample has not ended or something waits for the commit of a step.
+        """True while a sample that may run has not ended, or something waits for the commit of a step.
 
         False if nothing can run before a mask has come: that is told of by a command.
         """
+        if not self.gate.is_open:
+            if self.gate.is_awaited(begun=self._has_begun_some):
+                return True
+            if self.gate.is_shut:
+                return False
         return not self._stalled and bool(self.waiting or self.rows.running or self.batch.releases)
+
+    @property
+    def _has_begun_some(self) -> bool:
+        """While the gate is not open: whether anything that has begun is left."""
+        return bool(self.waiting or self.rows.running or self.batch.draining)
 
     @property
     def begun(self) -> int:
@@ -201,8 +261,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         pool, steps = self.pool, self.batch.launched_step + 1
+        waiting = len(self.waiting) + len(self._aside or ()) + self.forks.pending
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
-        return SchedulerStats(len(self.waiting) + self.forks.pending, self.rows.running, *counts)
+        return SchedulerStats(waiting, self.rows.running, *counts)
 
     def on_late_masks(self, wake: Callable[[Callable[[Scheduler], Any]], None]) -> None:
         """Let `wake` leave the command that is due when a mask comes too late for its step."""
@@ -218,6 +279,11 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
+        if not self.gate.is_open:
+            in_flight = self.batch.launched_step > self.batch.committed_step
+            self.gate.settle(in_flight=in_flight, begun=self._has_begun_some)
+            if self.gate.is_shut:
+                return None
         plan = self._planner.plan()
         self._stalled = plan is None and bool(self.batch.held.late)
         if plan is not None and self._audit is not None:
@@ -306,9 +372,15 @@ class Scheduler:
         if (heir := self.forks.ended(sample)) is not None:
             self.waiting.push(heir)
         sample.chain.clear()
+        sample.mark_version(self.weight_version, len(sample.tokens))
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         if waited:
-            self.waiting.count_out()
+            (self.waiting if self._aside is None or _has_begun(sample) else self._aside).count_out()
         if sample.timings.admitted is None:
             self.batch.begun += 1
         sample.timings.finished = time.perf_counter()
+
+
+def _has_begun(sample: Sample) -> bool:
+    """Whether a sample that waits, or its request, has run already."""
+    return sample.index > 0 or sample.timings.admitted is not None

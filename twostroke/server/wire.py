@@ -98,6 +98,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True):
     error: str | None
     cached_tokens: int
     preemptions: int
+    versions: list[tuple[int, int]]
     admitted: float | None
     first_token: float | None
     finished: float | None

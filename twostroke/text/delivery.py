@@ -230,4 +230,5 @@ class Delivery:
             seed=sample.seed,
             preemptions=sample.preemptions,
             timings=sample.timings,
+            weight_versions=sample.weight_versions(stream.kept),
         )

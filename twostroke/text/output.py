@@ -39,6 +39,8 @@ class SampleOutput:
         seed: the key of its random numbers: a request with this seed gives the same tokens.
         preemptions: how often it was put back and recomputed.
         timings: moments of its life.
+        weight_versions: (version, tokens) of each weight version that gave it tokens, in their order; version 0 are the
+            weights that the engine began with.
     """
 
     index: int
@@ -49,6 +51,7 @@ class SampleOutput:
     seed: int
     preemptions: int
     timings: Timings
+    weight_versions: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +99,7 @@ class RequestOutput:
     @property
     def timings(self) -> Timings:
         return self.outputs[0].timings
+
+    @property
+    def weight_versions(self) -> list[tuple[int, int]]:
+        return self.outputs[0].weight_versions
