@@ -1,0 +1,115 @@
+"""Logits processors: they see real tokens only, and what goes wrong in one ends its own sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engines import MODES, running
+
+from twostroke import InvalidRequest, SamplingParams
+from twostroke.held_input import ProcessorCall, RowTokens
+from twostroke.sampling.processors import run_processors
+
+PROMPTS = [[5, 6, 7], list(range(20, 45)), [9], [11, 12, 13, 14]]
+TOKENS = 24
+VOCAB = 512
+
+
+class Follow:
+    """Forces the token that is one more than the last; keeps what it saw."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, logits, rows):
+        assert logits.shape == (len(rows), VOCAB)
+        assert logits.dtype == torch.float32
+        for own, row in zip(logits, rows, strict=True):
+            self.seen.append((row.prompt_len, row.token_ids.tolist(), row.output_ids.tolist()))
+            own[(int(row.token_ids[-1]) + 1) % VOCAB] = 1e6
+        return logits
+
+
+def favour(logits, rows):
+    return logits * 0.5
+
+
+def fail_at_three(logits, rows):
+    if any(len(row.output_ids) == 3 for row in rows):
+        raise ValueError("no more")
+    return logits
+
+
+def params(*processors, **more):
+    values = {"temperature": 1.0, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True, **more}
+    return SamplingParams(logits_processors=processors, **values)
+
+
+@pytest.mark.parametrize("blocks", [None, 20], ids=["roomy", "preempted"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_processor_sees_every_real_token_once(mode, blocks):
+    """A03, A31: what a processor saw last is what the row really said, at each of its tokens."""
+    follow = Follow()
+    options = {"block_size": 4, "max_model_len": 52, "num_blocks": blocks, "max_chunk_tokens": 4}
+    with running(mode, **options) as engine:
+        outputs = engine.generate(PROMPTS, [params(follow), params(follow), params(), params(follow, favour)])
+        assert (engine.stats().preemptions > 0) == (blocks is not None)
+    for place in (0, 1, 3):
+        prompt, ids = PROMPTS[place], outputs[place].token_ids
+        assert ids == [(prompt[-1] + 1 + n) % VOCAB for n in range(TOKENS)]
+        seen = [entry for entry in follow.seen if entry[1][: entry[0]] == prompt]
+        known = {len(output): (tokens, output) for _, tokens, output in seen}
+        assert known == {n: (prompt + ids[:n], ids[:n]) for n in range(TOKENS)}
+    assert all(0 <= token < VOCAB for _, tokens, _ in follow.seen for token in tokens)
+    with running("sync") as engine:
+        assert engine.generate([PROMPTS[2]], params())[0].token_ids == outputs[2].token_ids
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_in_a_processor_ends_its_own_sample(mode):
+    with running(mode) as engine:
+        first = engine.submit(PROMPTS[0], params(fail_at_three))
+        others = engine.generate(PROMPTS[1:], [params(fail_at_three, max_tokens=2), params(favour), params()])
+        failed = first.result()
+        again = engine.generate([PROMPTS[2]], params(favour))[0]
+    assert (failed.finish_reason, failed.error, len(failed.token_ids)) == ("error", "ValueError: no more", 3)
+    assert [output.finish_reason for output in others] == ["length"] * 3
+    assert again.token_ids == others[1].token_ids
+
+
+def test_a_processor_changes_the_output_and_others_run_after_it():
+    with running("async") as engine:
+        outputs = engine.generate([PROMPTS[0]] * 3, [params(), params(favour), params(favour, favour, top_k=1)])
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
+
+
+def test_only_the_row_for_which_a_processor_raises_becomes_bad():
+    def picky(logits, rows):
+        logits += 1
+        if any(row.prompt_len == 2 for row in rows):
+            raise RuntimeError("not this one")
+        return logits
+
+    rows = [RowTokens(np.arange(4, dtype=np.int32), prompt_len) for prompt_len in (1, 2, 3)]
+    failures = []
+    logits = torch.zeros(4, 8)
+    run_processors(logits, [ProcessorCall([picky], 1, 4, rows, lambda place, error: failures.append((place, error)))])
+    assert [place for place, _ in failures] == [1]
+    assert logits[:, 0].tolist()[:2] == [0.0, 1.0]
+    assert logits[2].isnan().all()
+    assert (logits[3] == 1).all()
+
+
+@pytest.mark.parametrize("returned", [None, torch.zeros(1)], ids=["nothing", "another shape"])
+def test_a_processor_must_return_logits(returned):
+    with running("async") as engine:
+        output = engine.generate([PROMPTS[0]], params(lambda logits, rows: returned))[0]
+    assert output.finish_reason == "error"
+    assert "a logits processor returned" in output.error
+
+
+@pytest.mark.parametrize("wrong", [3, "ab", [3], favour])
+def test_what_is_no_list_of_processors_is_refused(wrong):
+    with running("async") as engine, pytest.raises(InvalidRequest, match=r"logits_processors=.* must be a list"):
+        engine.submit([1], SamplingParams(logits_processors=wrong))
