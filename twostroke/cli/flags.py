@@ -6,12 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, shown
 from ..sampling_params import SamplingParams
+from ..structured import StructuredOutput
 
 DEFAULTS = SamplingParams()
 
@@ -79,6 +81,19 @@ class SamplingFlags:
         DEFAULTS.queue_timeout
     )
 
+    json_schema: Annotated[
+        str | None, sampling_flag("The text is JSON that fits this schema, given as JSON or as @FILE.", "--json-schema")
+    ] = None
+    json_object: Annotated[bool, sampling_flag("The text is a JSON object.", "--json-object")] = False
+    regex: Annotated[str | None, sampling_flag("The text matches this expression, as a whole.")] = None
+    choice: Annotated[list[str] | None, sampling_flag("The text is one of these; may be repeated.", "--choice")] = None
+    grammar: Annotated[
+        str | None, sampling_flag("The text follows this grammar (GBNF or Lark), given as text or as @FILE.")
+    ] = None
+    max_thinking_tokens: Annotated[int | None, sampling_flag("Most tokens of thinking.")] = DEFAULTS.max_thinking_tokens
+    thinking_start: Annotated[str | None, sampling_flag("Text that begins thinking, if not <think>.")] = None
+    thinking_end: Annotated[str | None, sampling_flag("Text that ends thinking, if not </think>.")] = None
+
     def params(self) -> SamplingParams:
         """The flags as sampling parameters, checked.
 
@@ -91,6 +106,7 @@ class SamplingFlags:
         values["allowed_token_ids"] = values.pop("allowed_token_id") or None
         values["bad_words"] = values.pop("bad_word") or None
         values["logit_bias"] = dict(map(_bias, values["logit_bias"] or ())) or None
+        values["structured"] = _structured(**{name: values.pop(name) for name in STRUCTURED})
         params = SamplingParams(**values)
         params.validate()
         return params
@@ -102,6 +118,30 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(bias)
     except ValueError as error:
         raise InvalidRequest(f"logit_bias={text!r} must be a token id, an equals sign, and a number") from error
+
+
+STRUCTURED = [f.name for f in fields(StructuredOutput)]
+"""Flags that make up the parameter `structured`."""
+
+
+def _structured(*, choice: list[str] | None, json_object: bool, **texts: str | None) -> StructuredOutput | None:
+    """What the flags ask for; None without any of them."""
+    given: dict[str, Any] = {name: _text_of(name, text) for name, text in texts.items() if text is not None}
+    if choice:
+        given["choice"] = choice
+    if json_object:
+        given["json_object"] = True
+    return StructuredOutput(**given) if given else None
+
+
+def _text_of(name: str, value: str) -> str:
+    """The flag's own text, or that of the file which it names by @; an expression is always its own text."""
+    if name == "regex" or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{name}={shown(value)}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

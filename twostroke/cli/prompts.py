@@ -10,10 +10,14 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..sampling_params import SamplingParams
+from ..structured import StructuredOutput
 
 Prompt = str | list[int] | list[dict[str, Any]]
 
-SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams))
+SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
+"""The sampling parameters that JSON can hold."""
+
+STRUCTURED_KEYS = tuple(f.name for f in fields(StructuredOutput))
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,16 @@ def _split(value: object) -> tuple[Prompt, dict[str, Any]]:
     overrides = {key: value[key] for key in SAMPLING_KEYS if key in value}
     if isinstance(bias := overrides.get("logit_bias"), dict):  # whose keys are strings in JSON
         overrides["logit_bias"] = {int(key) if key.isdecimal() else key: number for key, number in bias.items()}
+    if isinstance(structured := overrides.get("structured"), dict):
+        overrides["structured"] = _structured(structured)
     return (_messages(value["messages"]) if "messages" in value else _prompt(value["prompt"])), overrides
+
+
+def _structured(value: dict[str, Any]) -> StructuredOutput:
+    for key in value:
+        if key not in STRUCTURED_KEYS:
+            raise InvalidRequest(f"unknown key {key!r} in structured; known are {', '.join(STRUCTURED_KEYS)}")
+    return StructuredOutput(**value)
 
 
 def _prompt(value: object) -> Prompt:
