@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from serving import hosted, read_events, served
+from serving import hosted, parse_events, read_events, served
 from watching import PATIENCE, wait_until
 
 from twostroke import EngineDead, InvalidConfig
@@ -52,14 +52,23 @@ def begun(server: Any, fields: dict[str, Any]) -> socket.socket:
 
 
 def test_a_full_queue_is_a_429():
-    with hosted(TINY, {"max_queue": 1}) as server, ExitStack() as connections:
-        for _ in range(3):
+    with hosted(TINY | {"max_waiting": 1}) as server, ExitStack() as connections:
+        for running, waiting in ((1, 0), (2, 0), (2, 1)):
             connections.enter_context(server.open(PATH, body(1900)))
-        wait_until(lambda: server.stats()["waiting"] == 1)
+            wait_until(lambda: (server.stats()["running"], server.stats()["waiting"]) == (running, waiting))  # noqa: B023
         refused = server.post(PATH, body(2, stream=False))
         assert (refused.status, refused.error["type"], refused.headers["Retry-After"]) == (429, "rate_limit_error", "1")
         connections.close()
         wait_until(lambda: server.post(PATH, body(2, stream=False)).status == 200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_waits_too_long(stream):
+    with hosted(TINY | {"max_rows": 1}) as server, begun(server, body(1900)):
+        late = server.post(PATH, body(2, queue_timeout=0.1, stream=stream))
+        error = parse_events(late.data)[-1]["error"] if stream else late.error
+        assert error["code"] == "queue_timeout"
+        assert late.status == (200 if stream else 503)
 
 
 def test_a_request_that_takes_too_long():
@@ -167,7 +176,6 @@ def test_what_a_server_does_not_start_with():
     ("fields", "message"),
     [
         ({"port": 70000}, "port=70000"),
-        ({"max_queue": -1}, "max_queue=-1"),
         ({"max_samples": 0}, "max_samples=0"),
         ({"max_body_bytes": 0}, "max_body_bytes=0"),
         ({"request_timeout": 0.0}, "request_timeout=0.0"),

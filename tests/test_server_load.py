@@ -36,7 +36,7 @@ def tokens_of(events: list[Any], index: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def server():
-    with hosted(ARGUMENTS, {"max_queue": 4096, "request_timeout": 60.0}) as server:
+    with hosted(ARGUMENTS, {"request_timeout": 60.0}) as server:
         yield server
 
 

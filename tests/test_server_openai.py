@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -265,6 +266,40 @@ def test_responses_stream(client, local):
     names = [event.type for event in events]
     assert (names[0], names[-1]) == ("response.created", "response.incomplete")
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "ok": {"type": "boolean"}},
+    "required": ["color", "ok"],
+    "additionalProperties": False,
+}
+
+
+def test_formats(client):
+    """By response_format, text.format, or the project's own parameter: the answer is what was asked for."""
+    named = {"name": "thing", "schema": SCHEMA, "strict": True}
+
+    def chat(**fields):
+        got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=200, seed=1, **fields)
+        return got.choices[0].message.content
+
+    def check(text):
+        made = json.loads(text)
+        assert set(made) == {"color", "ok"}
+        assert made["color"] in ("red", "blue")
+
+    check(chat(response_format={"type": "json_schema", "json_schema": named}))
+    check(chat(extra_body={"structured": {"json_schema": SCHEMA}}))
+    got = client.responses.create(model=MODEL, input="Hi", text={"format": {"type": "json_schema"} | named})
+    check(got.output_text)
+    assert got.text.format.name == "thing"
+    assert chat(extra_body={"structured": {"choice": ["yes", "no"]}}) in ("yes", "no")
+    assert chat(response_format={"type": "json_object"}).lstrip().startswith("{")
+    with client.chat.completions.create(
+        model=MODEL, messages=CHAT, stream=True, response_format={"type": "json_schema", "json_schema": named}
+    ) as stream:
+        check("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
 
 def test_models(client):

@@ -34,7 +34,7 @@ def check(response: Any, param: str | None, status: int = 400) -> dict[str, Any]
     assert set(response.json) == {"error"}
     assert set(response.error) == {"message", "type", "param", "code"}
     named = response.error["param"]
-    assert named == param or (param is not None and named.startswith(f"{param}[")), response.error
+    assert named == param or (param is not None and named.startswith((f"{param}[", f"{param}."))), response.error
     assert response.headers["Content-Type"] == "application/json"
     return response.error
 
@@ -75,6 +75,15 @@ BAD_FIELDS = [
     (TEXT, "echo", 1, ""),
     (TEXT, "temprature", 1, "C24"),
     (TEXT, "stream_options", {"include_usage": True}, "without a stream"),
+    (TEXT, "structured", {"regex": "("}, ""),
+    (TEXT, "structured", {"regex": "a", "choice": ["a"]}, ""),
+    (TEXT, "structured", {}, ""),
+    (TEXT, "logits_processors", ["x"], "not for JSON"),
+    (TEXT, "priority", 5, "needs another policy"),
+    (TEXT, "queue_timeout", 0, ""),
+    (TEXT, "max_thinking_tokens", -1, ""),
+    (CHAT, "response_format", {"type": "json_schema"}, ""),
+    (CHAT, "response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}, ""),
     (CHAT, "messages", [], ""),
     (CHAT, "messages", "Hi", ""),
     (CHAT, "messages", None, ""),
@@ -154,6 +163,14 @@ def test_two_names_of_one_limit(server):
     check(server.post(CHAT, LEAST[CHAT] | {"max_completion_tokens": 3}), "max_tokens")
     only = {"messages": USER, "max_completion_tokens": 0}
     assert "max_completion_tokens=0" in check(server.post(CHAT, only), "max_completion_tokens")["message"]
+
+
+def test_two_ways_to_ask_for_a_format(server):
+    both = LEAST[CHAT] | {"response_format": {"type": "json_object"}, "structured": {"choice": ["a"]}}
+    check(server.post(CHAT, both), "response_format")
+    check(server.post(RESPONSES, LEAST[RESPONSES] | {"text": {"format": {"type": "json_schema"}}}), "text.format")
+    bad = {"structured": {"choice": ["a"], "x": 1}}
+    check(server.post(TEXT, LEAST[TEXT] | bad), "structured.x")
 
 
 def test_places_within_a_body_are_named(server):

@@ -30,7 +30,6 @@ def serve(
     ] = None,
     ssl_certfile: Annotated[Path | None, _option("PEM file of the certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, _option("PEM file of its key.")] = None,
-    max_queue: Annotated[int, _option("Samples that may wait; what comes then gets a 429.")] = 2048,
     max_samples: Annotated[int, _option("Most samples of one request.")] = 128,
     max_body_bytes: Annotated[int, _option("Most bytes of a request's body.")] = 8 << 20,
     request_timeout: Annotated[float | None, _option("Seconds that a request may take.")] = None,
@@ -41,12 +40,12 @@ def serve(
     """Serve a model over HTTP, with OpenAI's API."""
     try:
         from ..server.serve import serve as run
-        from ..server.settings import ServerSettings, read_api_keys
+        from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys
     except ModuleNotFoundError as error:
         raise InvalidConfig(f"the server needs the package {error.name}: pip install 'twostroke[server]'") from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("twostroke").setLevel(logging.INFO if log_requests else logging.WARNING)
-    arguments = engine.arguments()
+    arguments = {"max_waiting": DEFAULT_MAX_WAITING} | engine.arguments()
     settings = ServerSettings(
         host=host,
         port=port,
@@ -55,7 +54,6 @@ def serve(
         allow_origins=tuple(allow_origin or ()),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
-        max_queue=max_queue,
         max_samples=max_samples,
         max_body_bytes=max_body_bytes,
         request_timeout=request_timeout,

@@ -62,7 +62,10 @@ class Call:
         except (EngineDead, EngineClosed) as error:
             raise _engine_gone() from error
         for sample in samples(outputs):
-            self._check(sample.finish_reason)
+            if sample.finish_reason is FinishReason.CANCELLED:
+                raise self._cause
+            if sample.finish_reason is FinishReason.ERROR:
+                raise _failed(sample.error or "")
         return outputs
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -74,20 +77,22 @@ class Call:
         try:
             async for place, delta in _merged(self.handles):
                 yield place * len(self.handles[0].samples) + delta.index, delta
-                self._check(delta.finish_reason)
+                if delta.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+                    self.cancel(self._cause)  # the other samples: the answer fails as a whole
+                    await self.outputs()
         except (EngineDead, EngineClosed) as error:
             raise _engine_gone() from error
-
-    def _check(self, reason: FinishReason | None) -> None:
-        if reason is FinishReason.CANCELLED:
-            raise self._cause
-        if reason is FinishReason.ERROR:
-            raise ApiError(500, "the model gave no valid token")
 
 
 def samples(outputs: Sequence[RequestOutput]) -> list[SampleOutput]:
     """The samples of all prompts, in order: the choices of an answer."""
     return [sample for output in outputs for sample in output.outputs]
+
+
+def _failed(error: str) -> ApiError:
+    if error.startswith("queue_timeout"):
+        return ApiError(503, error, param="queue_timeout", code="queue_timeout", headers={"Retry-After": "1"})
+    return ApiError(500, error)
 
 
 def _engine_gone() -> ApiError:

@@ -15,9 +15,10 @@ from .call import Call, samples
 from .connection import read_body
 from .event_stream import DONE, event
 from .fields import StreamingFields
+from .formats import ChatFormat, with_format
 from .generation import respond
 from .http_errors import ApiError, refusals
-from .schema import Strict, request_body, sampling_params, unsupported
+from .schema import Strict, WireInt, request_body, sampling_params, unsupported
 from .service import Service
 
 
@@ -53,7 +54,6 @@ _Unsupported = unsupported(
     parallel_tool_calls=(True, False),
     prediction=(),
     reasoning_effort=("none",),
-    response_format=({"type": "text"},),
     tool_choice=("none", "auto"),
     tools=([],),
     verbosity=("medium",),
@@ -63,14 +63,17 @@ _Unsupported = unsupported(
 
 class ChatRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-type]
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: WireInt | None = None
+    response_format: ChatFormat | None = None
 
     def params(self) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens are the same: give one", param="max_tokens")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return sampling_params(self, max_tokens=limit)
+        structured = self.response_format.structured() if self.response_format else None
+        shape = with_format("response_format", structured, self.structured)
+        return sampling_params(self, max_tokens=limit, **shape)
 
 
 class ChatAnswer:
@@ -116,7 +119,9 @@ def add_chat(router: APIRouter, service: Service) -> None:
         body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
         service.check_model(body.model)
         body.check_stream_options()
-        with refusals(max_tokens="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"):
+        params = body.params()
+        names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        with refusals(**names, **({} if body.response_format is None else {"structured": "response_format"})):
             prompt = await service.encode_chat([message.for_template() for message in body.messages])
-            call = service.start([prompt], [body.params()])
+            call = await service.start([prompt], [params])
         return await respond(request, call, ChatAnswer(body, service.settings.model_name), stream=bool(body.stream))

@@ -102,6 +102,6 @@ def add_completions(router: APIRouter, service: Service) -> None:
             ids = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
             echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
             params = body.params()
-            call = service.start(ids, [params] * len(ids))
+            call = await service.start(ids, [params] * len(ids))
         answer = CompletionAnswer(body, service.settings.model_name, echoes)
         return await respond(request, call, answer, stream=bool(body.stream))

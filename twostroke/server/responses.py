@@ -18,9 +18,10 @@ from .call import Call
 from .connection import read_body
 from .event_stream import event
 from .fields import GenerationFields
+from .formats import ResponsesFormat, with_format
 from .generation import respond
 from .http_errors import refusals
-from .schema import Strict, request_body, sampling_params, unsupported
+from .schema import Strict, WireInt, request_body, sampling_params, unsupported
 from .service import Service
 
 _PartUnsupported = unsupported(annotations=([],), logprobs=([],))
@@ -49,6 +50,13 @@ class InputMessage(_MessageUnsupported, Strict):  # type: ignore[misc, valid-typ
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
+_TextUnsupported = unsupported(verbosity=("medium",))
+
+
+class TextOptions(_TextUnsupported, Strict):  # type: ignore[misc, valid-type]
+    format: ResponsesFormat | None = None
+
+
 _Unsupported = unsupported(
     max_tokens=(),
     n=(1,),
@@ -63,7 +71,6 @@ _Unsupported = unsupported(
     reasoning=({},),
     stream_options=({}, {"include_obfuscation": False}),
     tool_choice=("none", "auto"),
-    text=({}, {"format": {"type": "text"}}),
     tools=([],),
     top_logprobs=(0,),
     truncation=("disabled",),
@@ -73,7 +80,8 @@ _Unsupported = unsupported(
 class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, valid-type]
     input: str | list[InputMessage]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: WireInt | None = None
+    text: TextOptions | None = None
     metadata: dict[str, str] | None = None
 
     def messages(self) -> list[dict[str, str]]:
@@ -85,7 +93,9 @@ class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, va
 
     def params(self) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
-        return sampling_params(self, max_tokens=self.max_output_tokens)
+        asked = self.text.format if self.text else None
+        shape = with_format("text.format", asked.structured() if asked else None, self.structured)
+        return sampling_params(self, max_tokens=self.max_output_tokens, **shape)
 
 
 class ResponsesAnswer:
@@ -124,6 +134,10 @@ class ResponsesAnswer:
         yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
         yield self._event(f"response.{whole['status']}", response=whole)
 
+    def _format(self) -> dict[str, Any]:
+        given = self._body.text.format if self._body.text else None
+        return given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+
     def _part_event(self, name: str, **fields: Any) -> bytes:
         return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
 
@@ -156,7 +170,7 @@ class ResponsesAnswer:
             "previous_response_id": None,
             "store": False,
             "temperature": self._params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format()},
             "tool_choice": "auto",
             "tools": [],
             "top_p": self._params.top_p,
@@ -187,9 +201,9 @@ def add_responses(router: APIRouter, service: Service) -> None:
         """Answer a text or a chat."""
         body = await read_body(request, ResponsesRequest, service.settings.max_body_bytes)
         service.check_model(body.model)
+        params = body.params()
         with refusals(max_tokens="max_output_tokens", messages="input"):
-            params = body.params()
             prompt = await service.encode_chat(body.messages())
-            call = service.start([prompt], [params])
+            call = await service.start([prompt], [params])
         answer = ResponsesAnswer(body, params, service.settings.model_name)
         return await respond(request, call, answer, stream=bool(body.stream))

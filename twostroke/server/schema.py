@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
@@ -43,11 +43,26 @@ def _only(neutral: tuple[Any, ...]) -> Callable[[Any, ValidationInfo], Any]:
     return check
 
 
+class Part(Strict):
+    """A JSON object that stands for a dataclass."""
+
+    kind: ClassVar[Any]
+
+    def value(self) -> Any:
+        """The dataclass; null and absent are its defaults."""
+        given = {name: getattr(self, name) for name in self.kind.__dataclass_fields__}
+        return self.kind(**{name: value for name, value in given.items() if value is not None})
+
+
 def _wire_type(hint: Any) -> Any:
-    """`hint` with integers that fit the wire, and lists for sequences, as JSON has them."""
+    """`hint` as JSON can say it: integers fit the wire, sequences are lists, dataclasses are objects."""
     origin, parts = get_origin(hint), tuple(_wire_type(part) for part in get_args(hint))
     if hint is int:
         return WireInt
+    if is_dataclass(hint):
+        part: Any = create_model(hint.__name__, __base__=Part, **_wire_fields(hint))  # type: ignore[union-attr]
+        part.kind = hint
+        return part
     if origin in (Union, UnionType):
         return Union[parts]  # noqa: UP007 (the parts are known at run time alone)
     if origin is Sequence:
@@ -57,22 +72,23 @@ def _wire_type(hint: Any) -> Any:
     return hint
 
 
-def _sampling_fields() -> Any:
-    """A class with every field of `SamplingParams`; null and absent are its default."""
-    hints = get_type_hints(SamplingParams)
-    known: Any = {f.name: (_wire_type(hints[f.name]) | None, None) for f in fields(SamplingParams)}
-    return create_model("SamplingFields", __base__=_MaybeUnsupported, **known)
+def _wire_fields(kind: Any) -> dict[str, Any]:
+    """The fields of a dataclass, all of which may be null or absent. Those that hold functions JSON cannot say."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if "Callable" not in str(hint)}
+    return {f.name: (_wire_type(hints[f.name]) | None, None) for f in fields(kind) if f.name in hints}
 
 
 _MaybeUnsupported = unsupported(best_of=(1,), frequency_penalty=(0, 0.0), presence_penalty=(0, 0.0), logit_bias=({},))
 """OpenAI's parameters that `SamplingParams` may lack."""
 
-SamplingFields = _sampling_fields()
+SamplingFields: Any = create_model("SamplingFields", __base__=_MaybeUnsupported, **_wire_fields(SamplingParams))
+"""Every field of `SamplingParams`; null and absent are its default."""
 
 
 def sampling_params(body: Any, **values: Any) -> SamplingParams:
     """Return the parameters of a request body; `values` go before its fields. They are checked at submit."""
     given = {f.name: getattr(body, f.name, None) for f in fields(SamplingParams)}
+    given = {name: value.value() if isinstance(value, Part) else value for name, value in given.items()}
     return SamplingParams(**({name: value for name, value in given.items() if value is not None} | values))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ..errors import EngineClosed, EngineDead
+from ..errors import EngineClosed, EngineDead, QueueFull
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ class Service:
     def __init__(self, supervisor: Supervisor, settings: ServerSettings) -> None:
         self.settings = settings
         self._supervisor = supervisor
-        self._calls: dict[Call, int] = {}
+        self._calls: set[Call] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,31 +90,36 @@ class Service:
             return encode(messages)
         return await asyncio.to_thread(encode, messages)
 
-    def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Call:
+    async def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Call:
         """Start a call; whoever gets it must `end` it.
 
         Args:
-            prompts: one or more. params: as many.
+            prompts: one or more. params: as many, all with the same number of samples.
 
         Raises:
-            ApiError: the server is full or shutting down.
+            ApiError: the queue is full, or the server is shutting down.
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
         """
-        engine, settings = self.engine, self.settings
+        engine, most = self.engine, self.settings.max_samples
         count = sum(own.n for own in params)
-        if count > settings.max_samples:
+        if count > most:
             param = "n" if len(prompts) == 1 else "prompt"
-            message = f"{param}: {count} samples are asked for, at most {settings.max_samples} are allowed"
+            message = f"{param}: {count} samples are asked for, at most {most} are allowed"
             raise ApiError(400, message, param=param, code="too_many_samples")
-        if sum(self._calls.values()) + count > engine.max_rows + settings.max_queue:
-            raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
         try:
-            handles = engine.start(prompts, params)
+            if any(own.structured is not None for own in params):  # compiling a grammar may take a while
+                handles = await asyncio.to_thread(engine.start, prompts, params)
+            else:
+                handles = engine.start(prompts, params)
+        except QueueFull as error:
+            raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"}) from error
         except (EngineDead, EngineClosed) as error:
             raise ApiError(503, "the engine is not running", code="engine_stopped") from error
-        call = Call(handles, settings.request_timeout, self._on_end)
-        self._calls[call] = count
+        call = Call(handles, self.settings.request_timeout, self._on_end)
+        self._calls.add(call)
         self._idle.clear()
+        if self._draining:
+            self._cut_short(call)
         return call
 
     async def drain(self) -> None:
@@ -123,9 +128,12 @@ class Service:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
         for call in tuple(self._calls):
-            call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
+            self._cut_short(call)
+
+    def _cut_short(self, call: Call) -> None:
+        call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
 
     def _on_end(self, call: Call) -> None:
-        del self._calls[call]
+        self._calls.remove(call)
         if not self._calls:
             self._idle.set()

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ..errors import InvalidConfig, shown
 
+DEFAULT_MAX_WAITING = 2048
+"""The engine's `max_waiting` where it is not given: a server that is sent more than it can do must say so."""
+
 API_KEY_VARIABLE = "TWOSTROKE_API_KEY"
 
 
@@ -21,7 +24,6 @@ class ServerSettings:
         api_keys: any of them opens the API; without one it is open to all who reach it.
         allow_origins: web origins whose pages may call the API (CORS); `*` is all.
         ssl_certfile, ssl_keyfile: PEM files, for TLS.
-        max_queue: samples that may wait beyond those that can run; what comes then gets a 429.
         max_samples: samples of one request, over all of its prompts.
         max_body_bytes: bytes of a request's body.
         request_timeout: seconds that a request may take; None is for ever.
@@ -36,7 +38,6 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    max_queue: int = 2048
     max_samples: int = 128
     max_body_bytes: int = 8 << 20
     request_timeout: float | None = None
@@ -47,7 +48,6 @@ class ServerSettings:
         """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
         for name, low, high in (
             ("port", 0, 65535),
-            ("max_queue", 0, None),
             ("max_samples", 1, None),
             ("max_body_bytes", 1, None),
             ("shutdown_timeout", 0, None),
