@@ -53,9 +53,10 @@ def begun(server: Any, fields: dict[str, Any]) -> socket.socket:
 
 def test_a_full_queue_is_a_429():
     with hosted(TINY | {"max_waiting": 1}) as server, ExitStack() as connections:
-        for running, waiting in ((1, 0), (2, 0), (2, 1)):
+        for begun_before in (0, 1, 2):  # the last of them waits
+            wait_until(lambda: server.supervisor.engine._remote.begun == begun_before)  # noqa: B023
             connections.enter_context(server.open(PATH, body(1900)))
-            wait_until(lambda: (server.stats()["running"], server.stats()["waiting"]) == (running, waiting))  # noqa: B023
+        wait_until(lambda: server.stats()["waiting"] == 1)
         refused = server.post(PATH, body(2, stream=False))
         assert (refused.status, refused.error["type"], refused.headers["Retry-After"]) == (429, "rate_limit_error", "1")
         connections.close()
