@@ -111,8 +111,12 @@ class PoisoningRunner(Runner):
     def copy_out(self, slot: Slot) -> None:
         super().copy_out(slot)
         slot.device_output.fill_(POISON)
+        slot.device_records.fill_(POISON)
+        slot.device_scores.fill_(POISON)
 
     def wait(self, plan: Plan, slot: Slot) -> StepOutput:
         output = super().wait(plan, slot)
         slot.host_output.fill_(POISON)
+        slot.host_records.fill_(POISON)
+        slot.host_scores.fill_(POISON)
         return output

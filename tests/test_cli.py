@@ -269,6 +269,21 @@ def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
     assert [line.split() for line in lines[1::2]] == [[str(token) for token in one["token_ids"]] for one in outputs]
 
 
+def test_json_has_the_logprobs_that_were_asked_for(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, {"prompt": [5, 6, 7], "prompt_logprobs": 1}, {"prompt": [5], "n": 2, "best_of": 3})
+    flags = (*TINY, "--prompts-file", path, "--max-tokens", "4", "--seed", "1", "--ignore-eos", "--logprobs", "2")
+    first, second = (json.loads(line) for line in run("generate", *flags, "--json").stdout.splitlines())
+    assert [entry["token_id"] for entry in first["logprobs"]] == first["token_ids"]
+    assert set(first["logprobs"][0]) == {"token_id", "logprob", "rank", "top", "sampling_logprob"}
+    assert [len(entry["top"]) for entry in first["logprobs"]] == [2] * 4
+    assert first["prompt_logprobs"][0] is None
+    assert [entry["token_id"] for entry in first["prompt_logprobs"][1:]] == [6, 7]
+    assert len(second["outputs"]) == 2
+    assert "prompt_logprobs" not in second
+    printed = run("generate", *flags).stdout.splitlines()
+    assert [line for line in printed if line.startswith("---")] == ["--- 1 ---", "--- 2.1 ---", "--- 2.2 ---"]
+
+
 def test_plain_output_has_headings_and_a_closing_line(tmp_path: Path) -> None:
     path = lines_file(tmp_path, {"prompt": [1, 2, 3]}, {"prompt": [4]})
     result = run("generate", *TINY, "--prompts-file", path, "--temperature", "0", "--max-tokens", "4", "--ignore-eos")
@@ -357,7 +372,8 @@ class StubHandle:
 
 def output(reason: str, error: str | None = None, token_ids: tuple[int, ...] = (1,)) -> SimpleNamespace:
     sample = {"text": "t", "token_ids": list(token_ids), "finish_reason": reason, "error": error}
-    return SimpleNamespace(prompt_token_ids=[1], outputs=[SimpleNamespace(**sample)], **sample)
+    outputs = [SimpleNamespace(logprobs=None, **sample)]
+    return SimpleNamespace(prompt_token_ids=[1], outputs=outputs, prompt_logprobs=None, **sample)
 
 
 def stub_engine(monkeypatch: pytest.MonkeyPatch, *outcomes: object) -> list[StubHandle]:

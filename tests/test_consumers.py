@@ -12,6 +12,8 @@ from engines import MODES, running
 from watching import PATIENCE, quiet, wait_until
 
 from twostroke import Delta, Handle, SamplingParams
+from twostroke.bench.cpu_step import make_request
+from twostroke.request import Sample
 
 PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
 TOO_LONG = 1800
@@ -128,7 +130,7 @@ class NoOwner:
 
 def test_text_may_come_before_its_token_and_a_token_without_text():
     """Of a request with stop strings: a consumer gets either at once, and nothing for nothing."""
-    handle = Handle([None], NoOwner())
+    handle = Handle([Sample(make_request(0))], NoOwner())
     handle.begin_stream()
     taken = []
     consumer = threading.Thread(target=lambda: taken.extend([handle.next_delta(), handle.next_delta()]), daemon=True)

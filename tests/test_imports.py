@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "plan", "sampling_params", "structured", "held_input"}
+WORDS = {"request", "plan", "sampling_params", "structured", "held_input", "logprob_record"}
 BELOW_ENGINE = WORDS | {
     *(
         "cache",
@@ -38,22 +38,23 @@ ALLOWED = {
     "checks": {"numpy"},
     "structured": {"checks"},
     "held_input": {"numpy"},
-    "sampling_params": {"numpy", "checks", "structured"},
+    "logprob_record": {"numpy"},
+    "sampling_params": {"numpy", "checks", "structured", "logprob_record"},
     "logit_rules": {"numpy", "checks", "sampling_params"},
-    "plan": {"numpy", "sampling_params"},
+    "plan": {"numpy", "sampling_params", "logprob_record"},
     "request": {"numpy", "checks", "sampling_params", "logit_rules", "plan"},
     "errors": set(),
     "cache": {"numpy", "request", "plan"},
-    "scheduler": {"numpy", "request", "plan", "held_input", "cache"},
+    "scheduler": {"numpy", "request", "plan", "held_input", "cache", "logprob_record"},
     "constraints": {"numpy", "llguidance", "checks", "structured", "request", "text"},
     "kernels": {"torch", "triton"},
     "attention": {"torch", "kernels"},
     "model": {"torch", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "huggingface_hub"}
     | {"attention", "kernels"},
-    "sampling": {"torch", "numpy", "kernels", "held_input"},
+    "sampling": {"torch", "numpy", "kernels", "held_input", "logprob_record"},
     # transformers: for tokenizers that are not a tokenizer.json, imported when such a one is met.
     "text": {"numpy", "tokenizers", "jinja2", "transformers", "request"},
-    "device": {"torch", "numpy", "plan"},
+    "device": {"torch", "numpy", "plan", "logprob_record"},
     "runner": {"torch", "numpy", "device", "model", "sampling", "plan", "held_input"},
     "loop": set(),
     "config": set(),

@@ -80,6 +80,30 @@ def test_samples_of_one_prompt_are_those_of_an_engine_in_this_process(engine, lo
     wait_until(lambda: idle(engine))
 
 
+def test_logprobs_are_those_of_an_engine_in_this_process(engine, local):
+    prompts = [PROMPT, [9, 8, 7], PROMPT]
+    params = [
+        SamplingParams(seed=4, logprobs=3, prompt_logprobs=2, max_tokens=20),
+        greedy(),
+        SamplingParams(seed=4, n=2, best_of=4, logprobs=0, max_tokens=20),
+    ]
+    for here, there in zip(local.generate(prompts, params), engine.generate(prompts, params), strict=True):
+        assert len(there.outputs) == len(here.outputs)
+        for mine, yours in zip(here.outputs, there.outputs, strict=True):
+            assert (yours.token_ids, yours.seed) == (mine.token_ids, mine.seed)
+            assert (yours.logprobs is None) == (mine.logprobs is None)
+            close(mine.logprobs or [], yours.logprobs or [])
+        close(here.prompt_logprobs or [], there.prompt_logprobs or [])
+
+
+def close(mine, yours):
+    for here, there in zip(mine, yours, strict=True):
+        assert (here is None) == (there is None)
+        if here is not None:
+            assert (here.token_id, here.rank, list(here.top)) == (there.token_id, there.rank, list(there.top))
+            assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
+
+
 def test_unseeded_requests_draw_seeds_in_the_front(engine):
     first, second = engine.generate([PROMPT, PROMPT], SamplingParams(max_tokens=20))
     assert first.seed != second.seed

@@ -30,7 +30,7 @@ from .structured import StructuredOutput
 if TYPE_CHECKING:
     from .engine import Engine
     from .text.handle import Handle
-    from .text.output import Delta, RequestOutput, SampleOutput
+    from .text.output import Delta, RequestOutput, SampleOutput, TokenLogprob
 
 __version__ = "0.1.0"
 
@@ -51,6 +51,7 @@ __all__ = [
     "SampleOutput",
     "SamplingParams",
     "StructuredOutput",
+    "TokenLogprob",
     "TwostrokeError",
     "UnsupportedModel",
 ]
@@ -61,6 +62,7 @@ _LAZY = {
     "Delta": "text.output",
     "RequestOutput": "text.output",
     "SampleOutput": "text.output",
+    "TokenLogprob": "text.output",
 }
 
 

@@ -353,7 +353,7 @@ class _Builder:
         before = torch.cuda.memory_allocated(self.device.torch_device)
         config = self.config
         most = min(config.max_step_tokens, config.max_rows * longest)
-        for lanes, features in product((0, self.max_lanes), (NO_FEATURES, ~NO_FEATURES)):
+        for lanes, features in product((0, self.max_lanes), (NO_FEATURES, ~Feature.HELD)):
             plan = dummy_plan(config.max_rows, lanes, most - lanes, longest, features)
             runner.launch(plan, slot)
             runner.wait(plan, slot)
@@ -382,8 +382,9 @@ def _sample(
     tokens: torch.Tensor,
     errors: torch.Tensor,
     typical: bool,
+    chances: torch.Tensor | None,
 ) -> None:
-    sample(logits, rows, state, tokens, errors, typical)
+    sample(logits, rows, state, tokens, errors, typical, chances)
 
 
 def _stages(ledgers: LedgerOps) -> list[Stage]:

@@ -271,7 +271,7 @@ class InboxCommands:
         def submit(scheduler: Scheduler) -> None:
             for sample in samples:
                 scheduler.submit(sample)
-                if sample.request.stops:  # delivery has to search its text as it comes
+                if sample.request.follows:
                     scheduler.stream(sample)
 
         self._inbox.put(submit)

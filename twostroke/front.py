@@ -30,7 +30,7 @@ class Commands(Protocol):
         """Of all samples that were submitted, how many wait no longer to begin; may lag behind."""
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        """Queue samples, all between the same two steps. Those with stop strings are streamed from the start.
+        """Queue samples, all between the same two steps. Those that delivery follows are streamed from the start.
 
         All samples of a request are among them, one after the other.
         """
@@ -136,7 +136,9 @@ class Front:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
         """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
-        handle = self.submit(prompt, params, request_id=request_id)
+        handle = self._make_handle(request_id, prompt, params)
+        handle.require_streamable()
+        self._start([handle])
         handle.begin_stream()
         return handle
 

@@ -10,6 +10,7 @@ from enum import IntFlag
 
 import numpy as np
 
+from .logprob_record import NO_RECORDS
 from .sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 
 DUMMY_BLOCK = 0
@@ -36,6 +37,8 @@ ROW_RECORD = np.dtype(
         ("repetition", np.float32),
         ("ngram_size", np.int32),  # 0 is off
         ("ledger", np.int32),  # -1 without one
+        ("logprobs", np.int32),  # of output tokens: 0 for none, or 1 + how many of the most likely
+        ("prompt_logprobs", np.int32),  # the same of prompt tokens
         ("stop_ids", np.int32, MAX_STOP_IDS),  # -1 where unused
     ]
 )
@@ -81,6 +84,7 @@ class Feature(IntFlag):
     BAD_WORDS = 8  # bad words of several tokens
     TYPICAL = 16  # typical_p
     HELD = 32  # the step has two parts, see `Plan.held`
+    LOGPROBS = 64  # logprobs, best_of
 
 
 NO_FEATURES = Feature(0)
@@ -99,6 +103,9 @@ NO_COPIES.flags.writeable = False
 
 NO_POSITIONS = np.empty(0, np.int32)
 NO_POSITIONS.flags.writeable = False
+
+NO_SCORES = np.empty((0, 3), np.int32)
+NO_SCORES.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,8 @@ class Plan:
         block_copies: blocks copied in every group before anything is written, int32 [K, 2]: source, target. Targets
             differ from each other and from all sources. Only rows with a chunk in this step get copies.
         held: sampled positions that wait for the second part of the step, int32 [H], ascending; most often none.
+        scores: prompt positions whose next token is scored, int32 [Q, 3]: row, place of the position among the tokens
+            of the step, next token. At most `MAX_SCORES`.
     """
 
     step: int
@@ -133,6 +142,7 @@ class Plan:
     features: Feature = NO_FEATURES
     block_copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
     held: np.ndarray = field(default_factory=lambda: NO_POSITIONS)
+    scores: np.ndarray = field(default_factory=lambda: NO_SCORES)
 
     @property
     def num_lanes(self) -> int:
@@ -173,7 +183,11 @@ class StepOutput:
     Attributes:
         tokens: int32 [S].
         flags: int32 [S], see `Flag`; 0 for a dead row.
+        records: of the sampled positions, `LOGPROB_RECORD` [S], anything where the row did not ask; none if no row did.
+        scores: of the scored positions, `LOGPROB_RECORD` [Q].
     """
 
     tokens: np.ndarray
     flags: np.ndarray
+    records: np.ndarray = field(default_factory=lambda: NO_RECORDS)
+    scores: np.ndarray = field(default_factory=lambda: NO_RECORDS)

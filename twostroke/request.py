@@ -80,8 +80,24 @@ class Request:
 
     @property
     def samples(self) -> int:
-        """Samples that run."""
-        return self.params.n
+        """Samples that run; with `best_of` more than are returned."""
+        return self.params.best_of or self.params.n
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """What each output token needs: 0 for no log-probabilities, or 1 + how many of the most likely tokens."""
+        params = self.params
+        return 1 + params.logprobs if params.logprobs is not None else int(params.best_of is not None)
+
+    @property
+    def wanted_prompt_logprobs(self) -> int:
+        """The same of the prompt's tokens."""
+        return 0 if self.params.prompt_logprobs is None else 1 + self.params.prompt_logprobs
+
+    @property
+    def follows(self) -> bool:
+        """Whether delivery must have its tokens as they come: it searches them, or collects what comes with them."""
+        return bool(self.stops or self.wanted_logprobs)
 
     @property
     def is_held(self) -> bool:
@@ -105,6 +121,8 @@ class Request:
             found |= Feature.BAD_WORDS
         if params.typical_p < 1:
             found |= Feature.TYPICAL
+        if self.wanted_logprobs:
+            found |= Feature.LOGPROBS
         return found
 
     @classmethod
@@ -238,6 +256,8 @@ class Sample:
         preemptions: how often it lost its place.
         versions: of each weight version that gave it tokens, the number, and how many output tokens there were at its
             end.
+        scored: prompt positions that need not be scored: they were, or nobody wants their log-probabilities. Of several
+            samples the first scores the prompt.
         finish_reason: why it ended; None before that.
         error: what went wrong, where the reason is `error`.
     """
@@ -253,6 +273,7 @@ class Sample:
     cached_tokens: int = 0
     preemptions: int = 0
     versions: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    scored: int = field(init=False)
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings = field(default_factory=lambda: Timings(time.perf_counter()))
@@ -260,6 +281,7 @@ class Sample:
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt
         self.seed = mix_seed(self.request.seed, self.index)
+        self.scored = 0 if self.request.wanted_prompt_logprobs and not self.index else self.prompt_len
 
     @property
     def prompt_len(self) -> int:

@@ -13,12 +13,13 @@ import torch
 from .device.activity import Activity, Window
 from .device.batch_state import BatchState
 from .device.graphs import Graphs, Recurring
-from .device.layout import block_copies
+from .device.layout import block_copies, scores
 from .device.shapes import Shapes, StepShape
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device, Meter
 from .held_input import HeldInput, ProcessorCall
 from .plan import LEDGER_FEATURES, NO_FEATURES, Feature, Plan, StepOutput
+from .sampling.logprobs import write_logprobs
 from .sampling.mask import apply_masks
 from .sampling.processors import run_processors
 from .sampling.stage import Stage
@@ -69,7 +70,8 @@ class Runner:
         forward: the model.
         ledgers: opened before the stages, and kept after sampling.
         stages: what edits the logits before they are sampled, in this order, where a step's features ask for it.
-        sample: (logits [S, V], rows [S], tokens out [S], errors out [S], typical) on the current stream.
+        sample: (logits [S, V], rows [S], tokens out [S], errors out [S], typical, chances out [S] or None) on the
+            current stream.
         shapes: what steps are padded to.
     """
 
@@ -81,7 +83,7 @@ class Runner:
         forward: Forward,
         ledgers: LedgerOps,
         stages: Sequence[Stage],
-        sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], None],
+        sample: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, torch.Tensor | None], None],
         shapes: Shapes,
     ) -> None:
         self.device = device
@@ -116,6 +118,8 @@ class Runner:
             len(plan.block_copies),
             plan.num_ledgers,
         )
+        if len(plan.scores):
+            shape = shape._replace(scores=len(plan.scores))
         slot.fill(plan, outputs)
         filled = time.perf_counter()
         device, window = self.device, self.activity.window
@@ -225,7 +229,8 @@ class Runner:
     def compute(self, shape: StepShape, slot: Slot) -> None:
         """The work on the compute stream."""
         prompts = self._prompts if shape.chunks else None
-        if prompts is not None and self._recurring is not None and self._recurring.due(_graph_key(shape, prompts)):
+        recurring = None if shape.scores else self._recurring
+        if prompts is not None and recurring is not None and recurring.due(_graph_key(shape, prompts)):
             # NOTE: before the meter begins, since no step runs meanwhile.
             self._capture(shape, prompts)
         self.device.meter.begin()
@@ -242,10 +247,11 @@ class Runner:
         self.device.meter.begin()
         if count:
             logits = slot.held.take(count, self.state.sample_rows[:count])
+            raw = logits.clone() if shape.features & Feature.LOGPROBS else logits
             run_processors(logits, calls)
             apply_masks(logits, slot.held.masks[:count])
-            self._sample_rows(shape.features, logits, slot.held.output)
-            slot.held.put(count, slot.device_output)
+            self._sample_rows(shape.features, logits, raw, slot.held.output, slot.held.records)
+            slot.held.put(count, slot.device_output, slot.device_records)
         self.device.meter.end()
 
     def copy_out(self, slot: Slot) -> None:
@@ -255,36 +261,66 @@ class Runner:
     def step(self, shape: StepShape, buffers: StepBuffers) -> None:
         """Both parts, one after the other."""
         logits = self.forward_part(shape, buffers)
-        self.sampling_part(shape, buffers, logits.float() if shape.features else logits)
+        self.sampling_part(shape, buffers, logits.float() if shape.features & ~Feature.LOGPROBS else logits)
 
     def forward_part(self, shape: StepShape, buffers: StepBuffers) -> torch.Tensor:
-        """Deltas, inputs with carry-over, forward pass; returns the logits [S, V] of the sampled positions."""
+        """Deltas, inputs with carry-over, forward pass.
+
+        Returns:
+            The logits of the sampled positions, and behind them those of the scored ones, [S + Q, V].
+        """
         words = buffers.device_input
         self._ops.apply_deltas(words, self.state)
         inputs = self._ops.prepare(words, self.state, shape.lanes, shape.chunks, shape.tokens, shape.sampled)
+        if shape.scores:
+            inputs = inputs._replace(sample_index=self._index_scores(shape, words))
         return self._forward(inputs)
 
-    def sampling_part(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
-        """Ledgers, stages, sampling, advance. `logits` [S, V] are float32, and changed, if the step has features.
+    def _index_scores(self, shape: StepShape, words: torch.Tensor) -> torch.Tensor:
+        """Put the scored positions behind the sampled ones; returns the index of both, int64 [S + Q]."""
+        state, end = self.state, shape.sampled + shape.scores
+        rows, places, _ = scores(words, shape.copies, shape.scores).T
+        state.sample_index[shape.sampled : end] = places
+        state.sample_rows[shape.sampled : end] = rows
+        return state.sample_index[:end]
 
-        Those of held rows are kept for the second part.
+    def sampling_part(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
+        """Scores, ledgers, stages, sampling, log-probabilities, advance.
+
+        The logits [S + Q, V] are float32, and changed, if the step has features beyond log-probabilities. Those of held
+        rows are kept for the second part.
         """
+        n, state = shape.sampled, self.state
+        if shape.scores:
+            targets = scores(buffers.device_input, shape.copies, shape.scores)[:, 2]
+            rows = state.sample_rows[n : n + shape.scores]
+            write_logprobs(logits[n:], rows, state.prompt_logprobs, targets, None, buffers.device_scores)
         if shape.ledgers:
             self._ledgers.open(buffers.device_input, shape.ledgers)
-        if not (n := shape.sampled):
+        if not n:
             return
+        logits = logits[:n]
         if shape.features & Feature.HELD:
-            buffers.held.keep(logits, self.state.sample_rows[:n], dummy_row=self.state.max_rows)
-        self._sample_rows(shape.features, logits, buffers.device_output)
+            buffers.held.keep(logits, state.sample_rows[:n], dummy_row=state.max_rows)
+        raw = logits.clone() if _edits_raw(shape.features) else logits
+        self._sample_rows(shape.features, logits, raw, buffers.device_output, buffers.device_records)
 
-    def _sample_rows(self, features: Feature, logits: torch.Tensor, output: torch.Tensor) -> None:
-        """Sample one token from each row of `logits` [n, V] for the rows that stand in the state's `sample_rows`."""
+    def _sample_rows(
+        self, features: Feature, logits: torch.Tensor, raw: torch.Tensor, output: torch.Tensor, records: torch.Tensor
+    ) -> None:
+        """Sample one token from each row of `logits` [n, V] for the rows that stand in the state's `sample_rows`.
+
+        `raw` are the logits as the model gave them, for log-probabilities, which are written to `records`.
+        """
         state, n = self.state, len(logits)
         rows, tokens = state.sample_rows[:n], state.tokens[:n]
         for stage in self._stages if features else ():
             if features & stage.feature:
                 stage.edit(logits, rows)
-        self._sample(logits, rows, tokens, state.errors[:n], bool(features & Feature.TYPICAL))
+        chances = state.chances[:n] if features & Feature.LOGPROBS else None
+        self._sample(logits, rows, tokens, state.errors[:n], bool(features & Feature.TYPICAL), chances)
+        if chances is not None:
+            write_logprobs(raw, rows, state.logprobs, tokens, chances, records)
         if features & LEDGER_FEATURES:
             self._ledgers.enter(tokens, rows)
         self._ops.advance(state, n, output)
@@ -293,7 +329,7 @@ class Runner:
         """Run a step by its graph, or eagerly if there is none. Blocks are copied before, as many as there may be."""
         if shape.copies:
             self._forward.copy_blocks(block_copies(buffers.device_input, shape.copies))
-        if self._graphs is None:
+        if self._graphs is None or shape.scores:
             self.step(shape, buffers)
             return
         key = _graph_key(shape, buffers)
@@ -320,6 +356,11 @@ class Runner:
 def _graph_key(shape: StepShape, buffers: StepBuffers) -> tuple[int, ...]:
     """What a graph depends on: sizes, addresses, and whether it ends with the forward part."""
     return id(buffers), *shape[:4], bool(shape.features)
+
+
+def _edits_raw(features: Feature) -> bool:
+    """Whether logits are changed that somebody wants the log-probabilities of."""
+    return bool(features & Feature.LOGPROBS and features & LEDGER_FEATURES)
 
 
 def _metered(meter: Meter, work: Callable[[], object]) -> None:

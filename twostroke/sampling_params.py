@@ -9,6 +9,7 @@ from typing import Any
 
 from .checks import is_listed, require_int, require_number, require_within
 from .errors import InvalidRequest, shown
+from .logprob_record import MAX_LOGPROBS
 from .structured import StructuredOutput
 
 MAX_STOP_IDS = 32
@@ -94,6 +95,13 @@ class SamplingParams:
             the tokens <think> and </think>.
         logits_processors: called in this order with the row's logits, before anything else changes them; see
             `sampling.processors.LogitsProcessor`.
+        best_of: run so many samples, at least n, and return the n whose tokens have the largest mean log-probability,
+            the best first. Refused for a stream. None: n, in the order of their indices.
+        logprobs: return the log-probability of each token, and of so many of the most likely tokens, in [0, 20]; raw,
+            that is in the softmax of the model's logits, before all that this class can do to them. Beside it that of
+            the token in the distribution that it was drawn from. None is off.
+        prompt_logprobs: the same for each token of the prompt but the first, given those before it; nothing is drawn
+            there. Such a prompt is computed as a whole, whatever the prefix cache knows. None is off.
     """
 
     temperature: float = 1.0
@@ -124,6 +132,9 @@ class SamplingParams:
     thinking_start: str | Sequence[int] | None = None
     thinking_end: str | Sequence[int] | None = None
     logits_processors: Sequence[Callable[..., Any]] = ()
+    best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         known = {f.name for f in fields(cls)}
@@ -165,6 +176,11 @@ class SamplingParams:
             raise InvalidRequest(f"stop_token_ids={shown(self.stop_token_ids)} must be a list of token ids")
         stop_strings(self.stop)
         require_int("n", self.n, low=1, high=MAX_SAMPLES)
+        if self.best_of is not None and require_int("best_of", self.best_of, high=MAX_SAMPLES) < self.n:
+            raise InvalidRequest(f"best_of={shown(self.best_of)} must be at least n={shown(self.n)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                require_int(name, count, low=0, high=MAX_LOGPROBS)
         _check_bias(self.logit_bias)
         self._validate_held()
 

@@ -80,6 +80,11 @@ class SamplingFlags:
     queue_timeout: Annotated[float | None, sampling_flag("Seconds to wait for a turn, at most.")] = (
         DEFAULTS.queue_timeout
     )
+    best_of: Annotated[int | None, sampling_flag("Samples to run, of which the n likeliest are shown.")] = None
+    logprobs: Annotated[
+        int | None, sampling_flag("With --json: log-probability of each token, and of so many of the likeliest.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, sampling_flag("The same of each token of the prompt but the first.")] = None
 
     json_schema: Annotated[
         str | None, sampling_flag("The text is JSON that fits this schema, given as JSON or as @FILE.", "--json-schema")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +18,7 @@ from .prompts import Job, gather
 if TYPE_CHECKING:
     from ..engine import Engine
     from ..text.handle import Handle
-    from ..text.output import RequestOutput, SampleOutput
+    from ..text.output import RequestOutput, SampleOutput, TokenLogprob
 
 TOKEN_IDS = 'a line of --prompts-file FILE.jsonl: {"prompt": [1, 2, 3]}'
 
@@ -82,6 +83,8 @@ class _JsonLines:
         fields: dict[str, object] = {"index": index, "prompt_tokens": len(output.prompt_token_ids)}
         samples = [_fields(sample) for sample in output.outputs]
         fields |= {"outputs": samples} if len(samples) > 1 else samples[0]
+        if output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [entry and _logprob(entry) for entry in output.prompt_logprobs]
         # NOTE: ASCII, since some readers of lines also split at U+0085 or U+2028, which JSON does not escape by itself.
         typer.echo(json.dumps(fields, ensure_ascii=True))
         return output
@@ -96,7 +99,20 @@ def _fields(sample: SampleOutput) -> dict[str, object]:
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
     }
+    if sample.logprobs is not None:
+        fields["logprobs"] = [_logprob(entry) for entry in sample.logprobs]
     return fields if sample.error is None else {**fields, "error": sample.error}
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, object]:
+    """JSON has no infinity: the log-probability of what is impossible is null."""
+    fields: dict[str, object] = {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob if math.isfinite(entry.logprob) else None,
+        "rank": entry.rank,
+        "top": [{"token_id": token, "logprob": logprob} for token, logprob in entry.top.items()],
+    }
+    return fields if entry.sampling_logprob is None else {**fields, "sampling_logprob": entry.sampling_logprob}
 
 
 class _Text:
@@ -114,7 +130,7 @@ class _Text:
     def show(self, index: int, handle: Handle) -> RequestOutput:
         if self.headings:
             typer.echo(f"--- {index + 1} ---")
-        if len(handle.samples) > 1:
+        if len(handle.samples) > 1 or handle.sample.request.params.best_of:
             for sample in handle.result().outputs:
                 typer.echo(f"--- {index + 1}.{sample.index + 1} ---")
                 typer.echo(self._shown(sample.token_ids, sample.text))

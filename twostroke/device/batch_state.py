@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..logprob_record import MAX_SCORES
 from ..plan import NO_LEDGER, ROW_RECORD
 from .streams import Device
 
@@ -34,8 +35,8 @@ class BatchState:
         input_ids, positions: int64 [max tokens]. cache_slots: int64 [groups, max tokens].
         lane_lengths: int32 [max_lanes].
         chunk_rows, chunk_starts: int32 [R]. chunk_offsets: int32 [R + 1].
-        sample_index: int64 [max_lanes]. sample_rows: int32 [max_lanes].
-        tokens, errors: int32 [max_lanes], what the sampler found.
+        sample_index: int64 [max_lanes + MAX_SCORES], int32 sample_rows as many: the sampled positions, then the scored.
+        tokens, errors: int32 [max_lanes], what the sampler found. chances: float32 [max_lanes], see `sampler.sample`.
     """
 
     done: torch.Tensor
@@ -56,6 +57,8 @@ class BatchState:
     repetition: torch.Tensor
     ngram_size: torch.Tensor
     ledger: torch.Tensor
+    logprobs: torch.Tensor
+    prompt_logprobs: torch.Tensor
     stop_ids: torch.Tensor
 
     def __init__(
@@ -96,7 +99,8 @@ class BatchState:
         self.chunk_rows = device.buffer(max_rows)
         self.chunk_starts = device.buffer(max_rows)
         self.chunk_offsets = device.buffer(max_rows + 1)
-        self.sample_index = long(max_lanes)
-        self.sample_rows = device.buffer(max_lanes)
+        self.sample_index = long(max_lanes + MAX_SCORES)
+        self.sample_rows = device.buffer(max_lanes + MAX_SCORES)
         self.tokens = device.buffer(max_lanes)
         self.errors = device.buffer(max_lanes)
+        self.chances = device.buffer(max_lanes).view(torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..logprob_record import MAX_SCORES
 from ..plan import LEDGER_HEADER, ROW_RECORD, Feature, Plan
 from .layout import HEADER_WORDS, Header
 
@@ -20,7 +21,11 @@ def empty_ledger(device: torch.device) -> torch.Tensor:
 
 
 def dummy_plan(dummy_row: int, lanes: int, tokens: int, longest: int, features: Feature) -> Plan:
-    """Return a plan of padding only: lanes in no use, and prompt chunks of the dummy row, none above `longest`."""
+    """Return a plan of padding only: lanes in no use, and prompt chunks of the dummy row, none above `longest`.
+
+    As many of their positions are scored as can be.
+    """
+    scores = [[dummy_row, lanes + place, 0] for place in range(min(tokens, MAX_SCORES))]
     chunks = [[dummy_row, 0, min(longest, tokens - at), 0] for at in range(0, tokens, longest)]
     none = np.zeros(0, np.int32)
     return Plan(
@@ -32,4 +37,5 @@ def dummy_plan(dummy_row: int, lanes: int, tokens: int, longest: int, features: 
         block_deltas=none.reshape(0, 4),
         lane_deltas=none.reshape(0, 2),
         features=features,
+        scores=np.array(scores, np.int32).reshape(-1, 3),
     )

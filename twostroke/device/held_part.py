@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..logprob_record import RECORD_WORDS
 from .streams import Device
 
 
@@ -27,7 +28,7 @@ class HeldPart:
         positions: int32 [rows], these positions.
         places: int32 [rows], which of them are sampled. masks: int32 [rows, mask_words], of these.
         masks_done: recorded behind the copy of the masks.
-        output: int32 [rows, 2], working buffer of the second part.
+        output, records: int32 [rows, 2] and [rows, RECORD_WORDS], working buffers of the second part.
     """
 
     def __init__(self, device: Device, rows: int, mask_words: int) -> None:
@@ -35,7 +36,7 @@ class HeldPart:
         self.host_places, self.places = device.host_buffer(rows), device.buffer(rows)
         self.host_masks, self.masks = device.host_buffer(rows, mask_words), device.buffer(rows, mask_words)
         self.masks_done = device.event(timed=True)
-        self.output = device.buffer(rows, 2)
+        self.output, self.records = device.buffer(rows, 2), device.buffer(rows, RECORD_WORDS)
         self.count = 0
         self._logits = self._rows = torch.empty(0)
 
@@ -77,10 +78,11 @@ class HeldPart:
         self._logits = self._rows = torch.empty(0)
         return logits
 
-    def put(self, count: int, output: torch.Tensor) -> None:
-        """Write what the second part gave to the output of the step, int32 [S, 2]."""
+    def put(self, count: int, output: torch.Tensor, records: torch.Tensor) -> None:
+        """Write what the second part gave to the output of the step, int32 [S, 2], and its log-probabilities."""
         positions = self.positions.index_select(0, self.places[:count].long()).long()
         output.index_copy_(0, positions, self.output[:count])
+        records.index_copy_(0, positions, self.records[:count])
 
     @property
     def bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""How a plan lies in a slot's input: a header, then six sections packed one behind the other.
+"""How a plan lies in a slot's input: a header, then seven sections packed one behind the other.
 
-Only the words in use are copied, so a steady decode step sends the header alone. Block copies come first: where they
-are, the host must know, too.
+Only the words in use are copied, so a steady decode step sends the header alone. Block copies and
+scores come first: where they are, the host must know, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
+from ..logprob_record import MAX_SCORES
 from ..plan import ROW_RECORD, Plan, max_shared_blocks
 
 HEADER_WORDS = 16
@@ -53,15 +54,16 @@ def input_capacity(
     block_deltas = num_groups * (blocks + max_shared_blocks(max_step_tokens, max_model_len, block_size))
     lane_deltas = 2 * max_rows
     sections = max_rows * (2 + RECORD_WORDS) + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
-    return HEADER_WORDS + sections + max_ledger_words
+    return HEADER_WORDS + sections + max_ledger_words + 3 * MAX_SCORES
 
 
 def pack(plan: Plan, words: np.ndarray) -> int:
     """Write `plan` into `words`, int32 [capacity], and return the number of words in use."""
-    copies = plan.block_copies
-    at = HEADER_WORDS + copies.size
-    if copies.size:
-        words[HEADER_WORDS:at] = copies.reshape(-1)
+    at = HEADER_WORDS
+    for section in (plan.block_copies, plan.scores):
+        if section.size:
+            words[at : at + section.size] = section.reshape(-1)
+            at += section.size
     offsets = []
     joins = plan.joins.view(np.int32) if len(plan.joins) else plan.joins
     for section in (joins, plan.block_deltas, plan.lane_deltas, plan.chunks, plan.prompt_tokens, plan.ledgers):
@@ -89,3 +91,9 @@ def pack(plan: Plan, words: np.ndarray) -> int:
 def block_copies(words: torch.Tensor, count: int) -> torch.Tensor:
     """The block copies of a packed plan, int32 [count, 2], a view."""
     return words[HEADER_WORDS : HEADER_WORDS + 2 * count].view(count, 2)
+
+
+def scores(words: torch.Tensor, copies: int, count: int) -> torch.Tensor:
+    """The scores of a packed plan with so many block copies, int32 [count, 3], a view."""
+    at = HEADER_WORDS + 2 * copies
+    return words[at : at + 3 * count].view(count, 3)

@@ -18,6 +18,7 @@ class StepShape(NamedTuple):
         features: what the step's rows ask for.
         copies: blocks of the cache that are copied before; never padded.
         ledgers: ledgers that open before sampling; never padded.
+        scores: prompt positions that are scored, behind those that are sampled; never padded.
     """
 
     lanes: int
@@ -27,6 +28,7 @@ class StepShape(NamedTuple):
     features: Feature = NO_FEATURES
     copies: int = 0
     ledgers: int = 0
+    scores: int = 0
 
 
 class Shapes(Protocol):

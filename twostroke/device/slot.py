@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from ..plan import Plan, StepOutput
+from ..logprob_record import LOGPROB_RECORD, MAX_SCORES, RECORD_WORDS
+from ..plan import Feature, Plan, StepOutput
 from .held_part import HeldPart
 from .layout import pack
 from .streams import Device
@@ -41,6 +44,8 @@ class StepBuffers:
     Attributes:
         device_input: int32 [input words].
         device_output: int32 [max sampled, 2]: token, flags.
+        device_records: int32 [max sampled, RECORD_WORDS], log-probabilities of the sampled positions. device_scores:
+            int32 [MAX_SCORES, RECORD_WORDS], those of the scored positions.
     """
 
     held: HeldPart
@@ -48,6 +53,8 @@ class StepBuffers:
     def __init__(self, device: Device, input_words: int, max_outputs: int) -> None:
         self.device_input = device.buffer(input_words)
         self.device_output = device.buffer(max_outputs, 2)
+        self.device_records = device.buffer(max_outputs, RECORD_WORDS)
+        self.device_scores = device.buffer(MAX_SCORES, RECORD_WORDS)
 
     def take_input(self, slot: Slot) -> None:
         """Copy the words in use of a slot's input; its held part is used in place."""
@@ -57,6 +64,10 @@ class StepBuffers:
     def give_output(self, slot: Slot) -> None:
         """Copy the outputs of the slot's step into it."""
         slot.device_output[: slot.outputs].copy_(self.device_output[: slot.outputs], non_blocking=True)
+        if slot.records:
+            slot.device_records[: slot.records].copy_(self.device_records[: slot.records], non_blocking=True)
+        if slot.scores:
+            slot.device_scores[: slot.scores].copy_(self.device_scores[: slot.scores], non_blocking=True)
 
 
 class Slot(StepBuffers):
@@ -70,9 +81,9 @@ class Slot(StepBuffers):
     written by the h2d stream alone, and only after the step that read it last is committed.
 
     Attributes:
-        host_input, host_output: as `device_input` and `device_output`.
+        host_input, host_output, host_records, host_scores: as those on the device.
         words: words of the input in use.
-        outputs: sampled positions of the step in flight.
+        outputs: sampled positions of the step in flight. records, scores: those whose log-probabilities come with them.
         held: what the second part of a step with held rows needs, with masks of `mask_words` words.
     """
 
@@ -81,15 +92,19 @@ class Slot(StepBuffers):
         self.host_input = device.host_buffer(input_words)
         self.host_output = device.host_buffer(max_outputs, 2)
         self.held = HeldPart(device, max_outputs, mask_words)
+        self.host_records = device.host_buffer(max_outputs, RECORD_WORDS)
+        self.host_scores = device.host_buffer(MAX_SCORES, RECORD_WORDS)
         self.h2d_done = device.event(timed=True)
         self.compute_done = device.event()
         self.d2h_done = device.event()
         self.words = 0
-        self.outputs = 0
+        self.outputs = self.records = self.scores = 0
         self._copy_in = _Copy(self.host_input, self.device_input)
         self._copy_out = _Copy(self.device_output, self.host_output)
         self._host_words: np.ndarray = self.host_input.numpy()
         self._host_outputs: np.ndarray = self.host_output.numpy()
+        self._records: np.ndarray = self.host_records.numpy().view(LOGPROB_RECORD)[:, 0]
+        self._scores: np.ndarray = self.host_scores.numpy().view(LOGPROB_RECORD)[:, 0]
 
     def fill(self, plan: Plan, outputs: int) -> None:
         """Write the plan into the host input."""
@@ -97,6 +112,8 @@ class Slot(StepBuffers):
         if len(plan.held):
             self.held.fill_positions(plan.held)
         self.outputs = outputs
+        self.records = outputs if plan.features & Feature.LOGPROBS else 0
+        self.scores = len(plan.scores)
 
     def copy_in(self) -> None:
         """Copy the words in use to the device; called on the h2d stream."""
@@ -105,17 +122,27 @@ class Slot(StepBuffers):
     def copy_out(self) -> None:
         """Copy the outputs to the host; called on the d2h stream."""
         self._copy_out(self.outputs)
+        if self.records:
+            self.host_records[: self.records].copy_(self.device_records[: self.records], non_blocking=True)
+        if self.scores:
+            self.host_scores[: self.scores].copy_(self.device_scores[: self.scores], non_blocking=True)
 
     def read(self) -> StepOutput:
         """Take the outputs; valid once `d2h_done` is."""
         taken = self._host_outputs[: self.outputs]
         # NOTE: two copies, since numpy lets go of the interpreter's lock for one of more than 500 elements.
-        return StepOutput(tokens=taken[:, 0].copy(), flags=taken[:, 1].copy())
+        output = StepOutput(tokens=taken[:, 0].copy(), flags=taken[:, 1].copy())
+        if not self.records and not self.scores:
+            return output
+        return replace(output, records=self._records[: self.records].copy(), scores=self._scores[: self.scores].copy())
 
     @property
     def host_bytes(self) -> int:
-        return 4 * (self.host_input.numel() + self.host_output.numel()) + self.held.bytes
+        buffers = self.host_input, self.host_output, self.host_records, self.host_scores
+        return 4 * sum(buffer.numel() for buffer in buffers) + self.held.bytes
 
     @property
     def device_bytes(self) -> int:
-        return 4 * (self.device_input.numel() + 2 * self.device_output.numel()) + self.held.bytes
+        once = self.device_input, self.device_scores
+        twice = self.device_output, self.device_records  # the held part has as large ones
+        return 4 * sum(buffer.numel() for buffer in (*once, *twice, *twice)) + self.held.bytes

@@ -229,11 +229,16 @@ def _draw(
     spreads,
     split_values,
     split_ids,
+    split_weights,
     TYPICAL: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHANCES: tl.constexpr,
 ):
-    """For each split of a sampled row: the largest of noise - distance among the kept tokens, and the lowest id."""
+    """For each split of a sampled row: the largest of noise - distance among the kept tokens, and the lowest id.
+
+    With CHANCES also the weight of its kept tokens: the sum of exp(-distance).
+    """
     position = tl.program_id(0)
     split = tl.program_id(1)
     radius = tl.load(radii + position)
@@ -262,16 +267,44 @@ def _draw(
             best, token = _first_largest(tl.where(kept, gumbel(words) - distance, -_INFINITY), ids)
             tl.store(split_values + place, best)
             tl.store(split_ids + place, token)
+            if CHANCES:
+                tl.store(split_weights + place, tl.sum(tl.where(kept, tl.exp(-distance), 0.0), 0))
         else:
             tl.store(split_values + place, -_INFINITY)
+            if CHANCES:
+                tl.store(split_weights + place, 0.0)
 
 
 @triton.jit
-def _combine(split_values, split_ids, num_splits, radii, tokens, SPLITS: tl.constexpr):
+def _combine(
+    logits,
+    logits_stride,
+    rows,
+    temperatures,
+    bests,
+    split_values,
+    split_ids,
+    split_weights,
+    num_splits,
+    radii,
+    tokens,
+    chances,
+    SPLITS: tl.constexpr,
+    CHANCES: tl.constexpr,
+):
     position = tl.program_id(0)
     if tl.load(radii + position) >= 0.0:
         _, token = _join_splits(split_values, split_ids, position, num_splits, SPLITS)
         tl.store(tokens + position, token)
+        if CHANCES:
+            lanes = tl.arange(0, SPLITS)
+            weights = tl.load(split_weights + position * num_splits + lanes, mask=lanes < num_splits, other=0.0)
+            logit = tl.load(logits + position.to(tl.int64) * logits_stride + token).to(tl.float32)
+            temperature = tl.load(temperatures + tl.load(rows + position))
+            distance = tl.div_rn(tl.load(bests + position) - logit, temperature)
+            tl.store(chances + position, -distance - tl.log(tl.sum(weights, 0)))
+    elif CHANCES:
+        tl.store(chances + position, 0.0)
 
 
 def sample_rows(
@@ -290,6 +323,7 @@ def sample_rows(
     tokens: torch.Tensor,
     errors: torch.Tensor,
     typical: bool = False,
+    chances: torch.Tensor | None = None,
 ) -> None:
     """Draw one token per row of `logits`; the tensors between `rows` and `tokens` are `SamplingState`'s, in order.
 
@@ -298,6 +332,7 @@ def sample_rows(
         rows: int32 [S].
         tokens, errors: int32 [S], written.
         typical: heed typical_p, which takes a launch more, between settle and draw.
+        chances: float32 [S], written unless None; see `sampling.sampler.sample`.
     """
     count, vocab = logits.shape
     num_splits = triton.cdiv(vocab, _SPLIT)
@@ -307,6 +342,8 @@ def sample_rows(
     bests = torch.empty(count, dtype=torch.float32, device=logits.device)
     radii = torch.empty_like(bests)
     centers, spreads = (torch.empty_like(bests), torch.empty_like(bests)) if typical else (bests, bests)
+    asked = chances is not None
+    split_weights = torch.empty_like(split_values) if asked else split_values
     stops = (stop_ids, stop_ids.stride(0))
     common = (logits, logits.stride(0), vocab, rows)
     num_stops, splits = stop_ids.shape[0], triton.next_power_of_2(num_splits)
@@ -373,9 +410,27 @@ def sample_rows(
         spreads,
         split_values,
         split_ids,
+        split_weights,
         TYPICAL=typical,
         NUM_STOPS=num_stops,
         SPLIT=_SPLIT,
+        CHANCES=asked,
         num_warps=_SPLIT_WARPS,
     )
-    _combine[per_row](split_values, split_ids, num_splits, radii, tokens, SPLITS=splits, num_warps=1)
+    _combine[per_row](
+        logits,
+        logits.stride(0),
+        rows,
+        temperature,
+        bests,
+        split_values,
+        split_ids,
+        split_weights,
+        num_splits,
+        radii,
+        tokens,
+        chances if asked else radii,
+        SPLITS=splits,
+        CHANCES=asked,
+        num_warps=1,
+    )

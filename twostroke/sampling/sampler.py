@@ -15,6 +15,7 @@ def sample(
     tokens: torch.Tensor,
     errors: torch.Tensor,
     typical: bool = False,
+    chances: torch.Tensor | None = None,
 ) -> None:
     """Draw one token per row of `logits` by the parameters of the row of the batch behind it.
 
@@ -27,11 +28,13 @@ def sample(
         tokens: int32 [S], written: the token, 0 where `errors` is 1.
         errors: int32 [S], written: 1 where a logit is NaN or +inf, or no token is allowed.
         typical: a row of the batch has a typical_p below 1; without it, typical_p is not looked at.
+        chances: float32 [S], written unless None: the log-probability of the token in the distribution that it was
+            drawn from, which is that of the kept tokens at the row's temperature; 0 for a greedy row.
     """
     if logits.is_cuda:
         # NOTE: imported here, since a CPU build of torch comes without triton.
         from ..kernels import sample as kernels
 
-        kernels.sample_rows(logits, rows, *state, tokens, errors, typical)
+        kernels.sample_rows(logits, rows, *state, tokens, errors, typical, chances)
     else:
-        sample_rows(logits, rows, state, tokens, errors, typical)
+        sample_rows(logits, rows, state, tokens, errors, typical, chances)

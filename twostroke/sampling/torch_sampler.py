@@ -24,6 +24,7 @@ def sample_rows(
     tokens: torch.Tensor,
     errors: torch.Tensor,
     typical: bool,
+    chances: torch.Tensor | None,
 ) -> None:
     """See `sampler.sample`."""
     best, token = _first_largest(logits)
@@ -42,6 +43,11 @@ def sample_rows(
             distance = only_typical(distance, radius, drawn_state.typical_p)
         reach = distance.amin(1) + _REACH if typical else torch.full_like(radius, _REACH)
         token[drawn] = draw(distance, torch.minimum(radius, reach), drawn_state)
+    if chances is not None:
+        chances.zero_()
+        if len(drawn):
+            total = (-distance).masked_fill(distance > radius[:, None], -math.inf).logsumexp(1)
+            chances[drawn] = -distance.gather(1, token[drawn, None]).squeeze(1) - total
     tokens.copy_(token.masked_fill(failed, 0))
     errors.copy_(failed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import NO_COPIES, NO_LEDGER, NO_LEDGERS, ROW_RECORD, Feature, Plan
+from ..plan import NO_COPIES, NO_LEDGER, NO_LEDGERS, NO_SCORES, ROW_RECORD, Feature, Plan
 from ..request import Sample
 from .ledgers import ledger_record
 from .rows import NO_TOKENS
@@ -49,6 +49,8 @@ def row_record(row: int, sample: Sample, length: int, ledger: int) -> np.ndarray
     record["repetition"] = params.repetition_penalty
     record["ngram_size"] = min(params.no_repeat_ngram_size, INT32_MAX)
     record["ledger"] = ledger
+    record["logprobs"] = request.wanted_logprobs
+    record["prompt_logprobs"] = request.wanted_prompt_logprobs
     record["stop_ids"] = -1
     record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
     return record
@@ -62,11 +64,13 @@ class Draft:
         self.shared_blocks = 0
         self.ledger_words = 0
         self._ledgers: list[np.ndarray] = []
+        self.num_scores = 0
         self._joins: list[np.ndarray] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._pieces: list[np.ndarray] = []
         self._block_deltas: list[np.ndarray] = []
         self._copies: list[tuple[int, int]] = []
+        self._scores: list[np.ndarray] = []
 
     def add_join(self, row: int, sample: Sample, length: int, ledger: int) -> None:
         self._joins.append(row_record(row, sample, length, ledger))
@@ -96,6 +100,14 @@ class Draft:
         """The rows of the chunks that sample, intp [S], in the order of their outputs."""
         return np.array([row for row, _, _, samples in self._chunks if samples], np.intp)
 
+    def add_scores(self, row: int, offset: int, targets: np.ndarray) -> None:
+        """Score `targets`, int32 [n], at the positions from the `offset`-th of the chunk that is added next."""
+        scores = np.empty((len(targets), 3), np.int32)
+        scores[:, 0], scores[:, 2] = row, targets
+        scores[:, 1] = np.arange(len(targets)) + self.prompt_tokens + offset
+        self._scores.append(scores)
+        self.num_scores += len(targets)
+
     def plan(
         self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray, features: Feature, held: np.ndarray
     ) -> Plan:
@@ -112,6 +124,7 @@ class Draft:
             features=features,
             block_copies=_frozen(np.array(self._copies, np.int32)) if self._copies else NO_COPIES,
             held=held,
+            scores=_joined([scores + np.array([0, len(lane_rows), 0], np.int32) for scores in self._scores], NO_SCORES),
         )
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..logprob_record import MAX_SCORES
 from ..plan import NO_FEATURES, NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
@@ -191,7 +192,8 @@ class Planner:
                 self._admit(draft, before=(rows.rank[row], rows.order[row]))
                 if self._budget(draft) <= 0:
                     return
-                if row in prefilling:  # not preempted for who was just admitted
+                # NOTE: it may have been preempted for who was just admitted.
+                if row in prefilling and self._room(rows.samples[row], draft):
                     self._launch_chunk(row, draft)
         self._admit(draft)
 
@@ -207,7 +209,9 @@ class Planner:
 
     def _place(self, sample: Sample, draft: Draft) -> bool:
         """Give `sample` a row, and the promise of blocks for all its tokens; False if it does not fit."""
-        if self.pool.available < 1 or self.forks.rows_for(sample) < 1 or not self._has_ledger(sample, draft):
+        if self.pool.available < 1 or self.forks.rows_for(sample) < 1:
+            return False
+        if not self._has_ledger(sample, draft) or not self._room(sample, draft):
             return False
         start, own, needed = self._fit(sample)
         if self.pool.available < needed or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
@@ -259,16 +263,31 @@ class Planner:
         """Launch as many of the row's known tokens as the step and the chunk limit have room for."""
         rows = self.rows
         start, target = int(rows.launched[row]), int(rows.target[row])
-        end = min(start + self._budget(draft), start + self.max_chunk_tokens, target)
+        sample = rows.samples[row]
+        room = max(start, sample.scored) - start + self._room(sample, draft)
+        end = min(start + min(self._budget(draft), self.max_chunk_tokens, room), target)
         missing = self.rows.blocks_of(end) - int(rows.held[row])
         if missing:
             draft.add_blocks(rows.extend_blocks(row, self.pool.take_reserved(missing)))
+        self._score(sample, row, start, end, draft)
         draft.add_chunk(row, start, rows.tokens[row, start:end], samples=end == target)
         rows.launched[row] = end
         if end == target:
             del self.batch.prefilling[row]
             if target < rows.limit[row]:
                 self.batch.ready[row] = None
+
+    def _score(self, sample: Sample, row: int, start: int, end: int, draft: Draft) -> None:
+        """Score the positions of a chunk that are not yet, but for the last of the prompt: no token is next there."""
+        first, last = max(start, sample.scored), min(end, sample.prompt_len - 1)
+        if first < last:
+            draft.add_scores(row, first - start, self.rows.tokens[row, first + 1 : last + 1])
+            sample.scored = last
+
+    def _room(self, sample: Sample, draft: Draft) -> int:
+        """Positions of `sample` that the step can score; without limit if there are none to score."""
+        unscored = sample.scored < sample.prompt_len - 1
+        return MAX_SCORES - draft.num_scores if unscored else self.max_step_tokens
 
     def _budget(self, draft: Draft) -> int:
         """Tokens that the step has left for prompts."""

@@ -58,8 +58,13 @@ class Prefixes:
         self._enabled = enabled
 
     def find(self, sample: Sample) -> Start:
-        """Where a waiting sample begins with what the cache knows; at least its last token is left out."""
+        """Where a waiting sample begins with what the cache knows; at least its last token is left out.
+
+        So are positions whose next token is to be scored.
+        """
         blocks = self._cache.find(sample.chain, sample.tokens) if self._enabled else []
+        if sample.scored < sample.prompt_len - 1:
+            blocks = blocks[: sample.scored // self._rows.block_size]
         return Start(len(blocks) * self._rows.block_size, blocks, sample.chain[: len(blocks)])
 
     def begin(self, row: int, sample: Sample, start: Start) -> None:

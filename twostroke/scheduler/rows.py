@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from ..logprob_record import NO_RECORDS
 from ..plan import LEDGER_FEATURES, NO_LEDGER, Flag, Plan, StepOutput
 from ..request import Sample, SampleState
 from .features import FeatureCounts
@@ -170,13 +171,20 @@ class RowTable:
         """Write to each of `rows`, intp [S], the token after its confirmed positions."""
         self._flat_tokens[rows * self.tokens.shape[1] + self.confirmed[rows]] = tokens
 
-    def streamed(self, rows: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
-        """Of the tokens of `rows`, intp [S], those that are handed over as they come, each with its sample."""
+    def streamed(self, rows: np.ndarray, output: StepOutput) -> tuple[list[Sample], np.ndarray, np.ndarray]:
+        """Of the tokens of `rows`, intp [S], those that are handed over as they come: samples, tokens, records."""
         mask = self.streaming[rows]
         if not np.count_nonzero(mask):
-            return [], NO_TOKENS
+            return [], NO_TOKENS, NO_RECORDS
         mask &= output.flags & _TOKEN != 0
-        return self.samples[rows[mask]].tolist(), output.tokens[mask]
+        records = output.records[mask] if len(output.records) else NO_RECORDS
+        return self.samples[rows[mask]].tolist(), output.tokens[mask], records
+
+    def scored(self, plan: Plan, output: StepOutput) -> tuple[list[Sample], np.ndarray]:
+        """The scored prompt positions of samples that have not ended: for each its sample and its record."""
+        rows = plan.scores[:, 0]
+        mask = self.alive[rows]
+        return self.samples[rows[mask]].tolist(), output.scores[mask]
 
     def stamp_first_tokens(self, rows: np.ndarray) -> None:
         """Note the moment for those of `rows` whose samples had no token so far."""

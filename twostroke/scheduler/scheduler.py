@@ -11,6 +11,7 @@ import numpy as np
 from ..cache.block_pool import BlockPool
 from ..errors import InvalidRequest
 from ..held_input import HeldInput
+from ..logprob_record import NO_RECORDS
 from ..plan import LEDGER_FEATURES, Flag, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
@@ -310,12 +311,17 @@ class Scheduler:
         batch.committed_step = plan.step
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
         self.rows.write_tokens(sampled, output.tokens)
-        streamed, tokens = self.rows.streamed(sampled, output)
+        handed = self.rows.streamed(sampled, output)
+        scored: tuple[list[Sample], np.ndarray] = ([], NO_RECORDS)
+        finished: list[Sample] = []
+        if len(plan.scores):
+            scored = self.rows.scored(plan, output)
+            finished = self._end_badly_scored(*scored)
         if len(sampled) > plan.num_lanes:
             self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
             self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
             self._release_forks(sampled[plan.num_lanes :])
-        finished = self._end_flagged(sampled, output.flags)
+        finished += self._end_flagged(sampled, output.flags)
         if batch.held.late:
             batch.held.committed(plan)
         if batch.draining:
@@ -323,7 +329,7 @@ class Scheduler:
         batch.return_releases()
         if self._audit is not None:
             self._audit.committed(plan)
-        return Committed(finished, streamed, tokens)
+        return Committed(finished, *handed, *scored)
 
     def _release_forks(self, rows: np.ndarray) -> None:
         """The prompts of `rows`, intp [S], are computed: samples that waited for that join the queue."""
@@ -331,6 +337,15 @@ class Scheduler:
             if sample is not None:
                 for fork in self.forks.release(sample):
                     self.waiting.push(fork)
+
+    def _end_badly_scored(self, samples: list[Sample], scores: np.ndarray) -> list[Sample]:
+        """End the samples whose prompt had bad logits; what was computed of it is of no use to anybody."""
+        bad = np.flatnonzero(np.isnan(scores["logprob"])).tolist()
+        ended = list(dict.fromkeys(samples[place] for place in bad))
+        for sample in ended:
+            self.rows.publishes[self.batch.row_of[sample]] = False
+            self._end(sample, FinishReason.ERROR, BAD_LOGITS)
+        return ended
 
     def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
         """End the samples whose flags say so; rows whose sample has ended before are skipped."""

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from ..logprob_record import LOGPROB_RECORD, NO_RECORDS
 from ..request import Sample
 from ..scheduler.committed import Committed
 from .wire import Begun, Died, Ended, FromEngine, Outputs, Stats, encode
@@ -46,7 +47,7 @@ class Outbox:
 
     def put(self, committed: Committed | None) -> None:
         """Send a commit's result; called by the loop."""
-        if committed is not None and (committed.finished or committed.streamed):
+        if committed is not None and (committed.finished or committed.streamed or committed.scored):
             self._queue.put(committed)
         if (begun := self._begun()) != self._begun_sent:
             self._begun_sent = begun
@@ -95,7 +96,16 @@ class Outbox:
         numbers = [_number(sample) for commit in commits for sample in commit.streamed]
         tokens = np.concatenate([commit.tokens for commit in commits], dtype=np.int32)
         ended = [self._ended(sample) for commit in commits for sample in commit.finished]
-        return Outputs(np.array(numbers, np.int64).tobytes(), tokens.tobytes(), ended)
+        scored = [_number(sample) for commit in commits for sample in commit.scored]
+        scores = np.concatenate([commit.scores for commit in commits])
+        return Outputs(
+            streamed=np.array(numbers, np.int64).tobytes(),
+            tokens=tokens.tobytes(),
+            records=_records(commits).tobytes(),
+            scored=np.array(scored, np.int64).tobytes(),
+            scores=scores.tobytes(),
+            ended=ended,
+        )
 
     def _ended(self, sample: Sample) -> Ended:
         assert sample.finish_reason is not None
@@ -113,6 +123,16 @@ class Outbox:
             first_token=sample.timings.first_token,
             finished=sample.timings.finished,
         )
+
+
+def _records(commits: Sequence[Committed]) -> np.ndarray:
+    """The records of all streamed tokens, zeros for a commit without; none at all if no commit has any."""
+    if not any(len(commit.records) for commit in commits):
+        return NO_RECORDS
+    zeros = (np.zeros(len(commit.streamed), LOGPROB_RECORD) for commit in commits)
+    return np.concatenate(
+        [commit.records if len(commit.records) else none for commit, none in zip(commits, zeros, strict=True)]
+    )
 
 
 def _number(sample: Sample) -> int:

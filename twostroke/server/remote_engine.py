@@ -20,6 +20,7 @@ from .. import errors
 from ..constraints.constraints import Constraints
 from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..front import Front
+from ..logprob_record import LOGPROB_RECORD
 from ..request import Sample, SampleState
 from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
@@ -50,6 +51,9 @@ class _Committed(NamedTuple):
     finished: list[Sample]
     streamed: list[Sample]
     tokens: np.ndarray
+    records: np.ndarray
+    scored: list[Sample]
+    scores: np.ndarray
 
 
 class RemoteEngine(Front):
@@ -179,10 +183,15 @@ class RemoteEngine(Front):
         elif isinstance(message, Begun):
             self._remote.begun = message.count
         elif isinstance(message, Outputs):
-            streamed = [self._remote.sample(number) for number in np.frombuffer(message.streamed, np.int64).tolist()]
+            streamed, scored = self._samples(message.streamed), self._samples(message.scored)
+            records, scores = (np.frombuffer(part, LOGPROB_RECORD) for part in (message.records, message.scores))
             finished = [self._finish(ended) for ended in message.ended]
-            self._delivery.put(_Committed(finished, streamed, np.frombuffer(message.tokens, np.int32)))
+            tokens = np.frombuffer(message.tokens, np.int32)
+            self._delivery.put(_Committed(finished, streamed, tokens, records, scored, scores))
             self._delivery.settle()
+
+    def _samples(self, numbers: bytes) -> list[Sample]:
+        return [self._remote.sample(number) for number in np.frombuffer(numbers, np.int64).tolist()]
 
     def _finish(self, ended: Ended) -> Sample:
         """Let a sample of this process be as that of the engine process was when it ended."""

@@ -110,10 +110,15 @@ class Outputs(Message, frozen=True):
     Attributes:
         streamed: for each new token of a sample that is streamed, the sample's number, int64.
         tokens: the token ids, int32, as many.
+        records: `LOGPROB_RECORD`, as many, or none.
+        scored, scores: for each scored prompt position the sample's number, int64, and its `LOGPROB_RECORD`.
     """
 
     streamed: bytes
     tokens: bytes
+    records: bytes
+    scored: bytes
+    scores: bytes
     ended: list[Ended]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from ..errors import InvalidRequest, shown
 from ..request import FinishReason, Request, Sample
 from .detokenizer import Detokenizer
 from .handle import Handle
+from .logprobs import LogprobLog
 from .output import SampleOutput
 from .stop_strings import StopStream
 from .tokenizer import Tokenizer
@@ -36,6 +37,12 @@ class Committed(Protocol):
     def streamed(self) -> list[Sample]: ...
     @property
     def tokens(self) -> np.ndarray: ...
+    @property
+    def records(self) -> np.ndarray: ...
+    @property
+    def scored(self) -> Sequence[Sample]: ...
+    @property
+    def scores(self) -> np.ndarray: ...
 
 
 class _Stream:
@@ -94,6 +101,7 @@ class Delivery:
         self._handles: dict[Sample, Handle] = {}
         self._ids: set[str] = set()
         self._streams: dict[Sample, _Stream | StopStream] = {}
+        self._logs: dict[Sample, LogprobLog] = {}
         self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
         self._thread.start()
 
@@ -116,7 +124,7 @@ class Delivery:
 
     def put(self, committed: Committed | None) -> None:
         """Hand over a commit's result; called by the loop."""
-        if committed is not None and (committed.finished or committed.streamed):
+        if committed is not None and (committed.finished or committed.streamed or committed.scored):
             self._queue.put(partial(self._deliver, committed))
         self._puts += 1
         if self._puts % _SWEEP_STEPS == 0:
@@ -166,6 +174,7 @@ class Delivery:
             self._on_error(error)
 
     def _deliver(self, committed: Committed) -> None:
+        self._collect(committed)
         ended = set(committed.finished)
         new: dict[Sample, list[int]] = {}
         for sample, token in zip(committed.streamed, committed.tokens.tolist(), strict=True):
@@ -175,6 +184,22 @@ class Delivery:
             self._push(sample, ids)
         for sample in committed.finished:
             self._finish(sample)
+
+    def _collect(self, committed: Committed) -> None:
+        """Keep the log-probabilities that came."""
+        if len(committed.records):
+            for sample, token, record in zip(
+                committed.streamed, committed.tokens.tolist(), committed.records, strict=True
+            ):
+                if sample.request.wanted_logprobs:
+                    self._log(sample).add(token, record)
+        for sample, record in zip(committed.scored, committed.scores, strict=True):
+            self._log(sample).add_prompt(record)
+
+    def _log(self, sample: Sample) -> LogprobLog:
+        if sample not in self._logs:
+            self._logs[sample] = LogprobLog(sample)
+        return self._logs[sample]
 
     def _sweep(self) -> None:
         """Find requests that nobody can wait for any more before they end by themselves."""
@@ -192,7 +217,9 @@ class Delivery:
             stream = self._streams[sample] = self._make_stream(sample)
         if stream.kept is not None:  # what comes until the loop has ended it
             return
-        handle.push(sample.index, *stream.push(ids))
+        shown, text = stream.push(ids)
+        log = self._logs.get(sample)
+        handle.push(sample.index, shown, text, log.hand_over(len(shown)) if log else ())
         if stream.kept is not None:
             handle.stop(sample, stream.kept)
 
@@ -203,6 +230,7 @@ class Delivery:
 
     def _finish(self, sample: Sample) -> None:
         stream = self._streams.pop(sample, None) or self._make_stream(sample)
+        log = self._logs.pop(sample, None) or LogprobLog(sample)
         handle = self._handles.get(sample)
         if handle is None:
             return
@@ -212,18 +240,18 @@ class Delivery:
         rest, text = stream.finish(spoken)
         if stream.kept is None:
             rest = rest + ids[len(spoken) :]
-        output = self._output(sample, stream)
+        output = self._output(sample, stream, log)
         # NOTE: not before the text is made, so that a failure there reaches this request too; but before anybody can
         # know of its end, since then its id must be free.
         self._pop(sample)
-        handle.finish(output, rest, text)
+        handle.finish(output, rest, text, log)
 
-    def _output(self, sample: Sample, stream: _Stream | StopStream) -> SampleOutput:
+    def _output(self, sample: Sample, stream: _Stream | StopStream, log: LogprobLog) -> SampleOutput:
         assert sample.finish_reason is not None
-        stopped = stream.kept is not None
+        stopped, ids, request = stream.kept is not None, sample.output[: stream.kept].tolist(), sample.request
         return SampleOutput(
             index=sample.index,
-            token_ids=sample.output[: stream.kept].tolist(),
+            token_ids=ids,
             text=stream.text,
             finish_reason=FinishReason.STOP if stopped else sample.finish_reason,
             error=None if stopped else sample.error,
@@ -231,4 +259,6 @@ class Delivery:
             preemptions=sample.preemptions,
             timings=sample.timings,
             weight_versions=sample.weight_versions(stream.kept),
+            logprobs=None if request.params.logprobs is None else log.output[: len(ids)],
+            cumulative_logprob=log.total(len(ids)) if request.wanted_logprobs else None,
         )

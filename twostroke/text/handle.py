@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
-from ..errors import fresh, shown
+from ..errors import InvalidRequest, fresh, shown
 from ..request import Sample
-from .output import Delta, RequestOutput, SampleOutput
+from .logprobs import LogprobLog
+from .output import Delta, RequestOutput, SampleOutput, TokenLogprob, best
 
 
 class Owner(Protocol):
@@ -48,6 +49,7 @@ class _Piece:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.text: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
 
     def __bool__(self) -> bool:
         return bool(self.ids or self.text)
@@ -74,6 +76,7 @@ class Handle:
         self._waiters: list[_Waiter] = []
         self._pieces = [_Piece() for _ in samples]
         self._outputs: list[SampleOutput | None] = [None] * len(samples)
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._streaming = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
@@ -133,11 +136,21 @@ class Handle:
         return Deltas(self)
 
     def begin_stream(self) -> None:
-        """Have the output handed over as it comes, rather than when it has ended."""
+        """Have the output handed over as it comes, rather than when it has ended.
+
+        Raises:
+            InvalidRequest: see `require_streamable`.
+        """
+        self.require_streamable()
         if not self._streaming and not self.done:
             self._streaming = True
             for sample in self.samples:
                 self._owner.stream(sample)
+
+    def require_streamable(self) -> None:
+        """Raise `InvalidRequest` if the request has `best_of`: which samples it returns is known at its end."""
+        if (count := self.sample.request.params.best_of) is not None:
+            raise InvalidRequest(f"best_of={count} cannot be streamed: which samples are the best is known at the end")
 
     def next_delta(self, wanted: Sequence[int] = (0,)) -> Delta:
         """Wait for output of one of the samples `wanted` that was not taken yet, and take it; the first has priority.
@@ -158,18 +171,20 @@ class Handle:
         """End a sample, whose first `count` tokens make its output; called by delivery."""
         self._owner.finish(sample, count)
 
-    def push(self, index: int, ids: Sequence[int], text: str) -> None:
+    def push(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Add output of sample `index` that came; called by delivery."""
         with self._changed:
-            self._add(index, ids, text)
+            self._add(index, ids, text, logprobs)
             # NOTE: who waits for the whole output is not woken for a part of it.
             if self._streaming and (ids or text):
                 self._notify()
 
-    def finish(self, output: SampleOutput, ids: Sequence[int], text: str) -> None:
+    def finish(self, output: SampleOutput, ids: Sequence[int], text: str, log: LogprobLog) -> None:
         """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
         with self._changed:
-            self._add(output.index, ids, text)
+            self._add(output.index, ids, text, log.hand_over(len(ids)))
+            if output.index == 0 and self.sample.request.wanted_prompt_logprobs:
+                self._prompt_logprobs = log.prompt
             self._outputs[output.index] = output
             if len(ended := [output for output in self._outputs if output]) == len(self.samples):
                 self._output = self._whole(ended)
@@ -203,11 +218,19 @@ class Handle:
     def _whole(self, outputs: list[SampleOutput]) -> RequestOutput:
         """The output of the request, all of whose samples have ended."""
         request = self.sample.request
-        return RequestOutput(request.id, self._place, request.prompt.tolist(), outputs, self.sample.cached_tokens)
+        return RequestOutput(
+            request_id=request.id,
+            index=self._place,
+            prompt_token_ids=request.prompt.tolist(),
+            outputs=outputs if request.params.best_of is None else best(outputs, request.params.n),
+            cached_tokens=self.sample.cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
+        )
 
-    def _add(self, index: int, ids: Sequence[int], text: str) -> None:
+    def _add(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob]) -> None:
         piece = self._pieces[index]
         piece.ids.extend(ids)
+        piece.logprobs.extend(logprobs)
         if text:
             piece.text.append(text)
 
@@ -222,7 +245,9 @@ class Handle:
             raise fresh(self._error)
         piece, self._pieces[index] = self._pieces[index], _Piece()
         output = self._outputs[index]
-        return Delta("".join(piece.text), piece.ids, output.finish_reason if output else None, index)
+        reason = output.finish_reason if output else None
+        logprobs = None if self.sample.request.params.logprobs is None else piece.logprobs
+        return Delta("".join(piece.text), piece.ids, reason, index, logprobs)
 
     def _notify(self) -> None:
         """Wake every waiter."""

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..request import FinishReason, Timings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token, given those before it.
+
+    Attributes:
+        token_id: the token.
+        logprob: in the softmax of the model's logits, before temperature, filters, penalties and masks.
+        rank: 1 + the tokens that are more likely.
+        top: the most likely tokens, as many as were asked for, the likeliest first, with their log-probabilities. Such
+            as are impossible are left out.
+        sampling_logprob: in the distribution that the token was drawn from, which is that after all of these; 0 if it
+            was chosen greedily. None for a token of the prompt.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+    sampling_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +41,14 @@ class Delta:
             text was shown as a whole.
         finish_reason: set in the last delta of each sample.
         index: number of the sample.
+        logprobs: of `token_ids`; None unless `SamplingParams.logprobs` is given.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     index: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +66,8 @@ class SampleOutput:
         timings: moments of its life.
         weight_versions: (version, tokens) of each weight version that gave it tokens, in their order; version 0 are the
             weights that the engine began with.
+        logprobs: of `token_ids`; None unless `SamplingParams.logprobs` is given.
+        cumulative_logprob: the sum of their raw log-probabilities; None unless `logprobs` or `best_of` is given.
     """
 
     index: int
@@ -52,6 +79,15 @@ class SampleOutput:
     preemptions: int
     timings: Timings
     weight_versions: list[tuple[int, int]]
+    logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean of the tokens' raw log-probabilities; what has no token, or ended with an error, is worst."""
+        if not self.token_ids or self.cumulative_logprob is None or self.finish_reason == FinishReason.ERROR:
+            return -math.inf
+        return self.cumulative_logprob / len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +99,8 @@ class RequestOutput:
         index: place of the prompt in the call to `generate`; 0 elsewhere.
         prompt_token_ids: the prompt as the model saw it.
         outputs: those of its `n` samples.
+        prompt_logprobs: of the prompt's tokens; None for the first, which nothing is before. None unless
+            `SamplingParams.prompt_logprobs` is given. Shorter than the prompt if the request ended in it.
         cached_tokens: prompt tokens whose keys and values were in the prefix cache when the request began to run.
     """
 
@@ -71,6 +109,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[SampleOutput]
     cached_tokens: int
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -97,9 +136,23 @@ class RequestOutput:
         return self.outputs[0].preemptions
 
     @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return self.outputs[0].cumulative_logprob
+
+    @property
     def timings(self) -> Timings:
         return self.outputs[0].timings
 
     @property
     def weight_versions(self) -> list[tuple[int, int]]:
         return self.outputs[0].weight_versions
+
+
+def best(outputs: Sequence[SampleOutput], count: int) -> list[SampleOutput]:
+    """The `count` outputs with the largest mean log-probability, the best first, with these places as indices."""
+    ranked = sorted(outputs, key=lambda output: -output.mean_logprob)[:count]
+    return [replace(output, index=place) for place, output in enumerate(ranked)]
