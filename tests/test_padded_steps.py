@@ -2,6 +2,7 @@
 
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -98,6 +99,33 @@ def test_tokens_are_those_of_exact_shapes(expected, case, mode, with_graphs):
         prompts = {key for key in graphs.replays if key[2]}
         assert prompts, "no step with prompt chunks ran by a graph"
         assert len({key[0] for key in prompts}) == 1, "they serve all slots"
+
+
+LOGPROBS = replace(SEEDED, logprobs=2, prompt_logprobs=1, n=2)
+
+
+@pytest.fixture(scope="module")
+def expected_logprobs():
+    with running("sync", max_rows=8) as engine:
+        return logprobs_of(engine)
+
+
+def logprobs_of(engine):
+    outputs = engine.generate(make_prompts(), LOGPROBS)
+    entries = [[output.prompt_logprobs[1:], *(sample.logprobs for sample in output.outputs)] for output in outputs]
+    return [(entry.token_id, entry.logprob) for each in entries for listed in each for entry in listed]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_those_of_exact_shapes(expected_logprobs, case, mode):
+    """Forks and scored prompts among them, which no graph holds."""
+    graphs = PaperGraphs()
+    with padded(mode, graphs=graphs, **CASES[case]) as engine:
+        found = logprobs_of(engine)
+    assert [token for token, _ in found] == [token for token, _ in expected_logprobs]
+    assert [value for _, value in found] == pytest.approx([value for _, value in expected_logprobs], abs=1e-4)
+    assert graphs.replays
 
 
 def test_a_shape_is_captured_at_its_second_use_and_accounted_for():

@@ -128,13 +128,13 @@ class _Text:
         self.ids = ids
 
     def show(self, index: int, handle: Handle) -> RequestOutput:
-        if self.headings:
-            typer.echo(f"--- {index + 1} ---")
         if len(handle.samples) > 1 or handle.sample.request.params.best_of:
             for sample in handle.result().outputs:
                 typer.echo(f"--- {index + 1}.{sample.index + 1} ---")
                 typer.echo(self._shown(sample.token_ids, sample.text))
         else:
+            if self.headings:
+                typer.echo(f"--- {index + 1} ---")
             for delta in handle:
                 typer.echo(self._shown(delta.token_ids, delta.text), nl=False)
             typer.echo("\n" if self.headings else "")
