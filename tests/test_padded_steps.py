@@ -128,6 +128,49 @@ def test_logprobs_are_those_of_exact_shapes(expected_logprobs, case, mode):
     assert graphs.replays
 
 
+def forbid_small(logits, rows):
+    for row, tokens in enumerate(rows):
+        logits[row, : 100 + len(tokens.output_ids) % 70] = -torch.inf
+    return logits
+
+
+WISHES = [
+    {},
+    {"presence_penalty": 1.5, "repetition_penalty": 1.2},
+    {"logits_processors": [forbid_small]},
+    {"n": 3},
+    {"allowed_token_ids": range(50, 90), "no_repeat_ngram_size": 2},
+    {"logits_processors": [forbid_small], "frequency_penalty": 0.5, "n": 2},
+]
+"""What makes a step copy blocks, keep ledgers, edit logits, and come in two parts."""
+
+
+def wished(engine):
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=10, ignore_eos=True, **w) for i, w in enumerate(WISHES)
+    ]
+    outputs = engine.generate(make_prompts(LENGTHS[: len(WISHES)]), params)
+    assert all(sample.finish_reason == "length" for output in outputs for sample in output.outputs)
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def granted():
+    with running("sync", max_rows=12) as engine:
+        return wished(engine)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "delayed"])
+@pytest.mark.parametrize("options", [{}, {"max_chunk_tokens": 7}, {"deterministic": True}], ids=str)
+def test_whatever_requests_ask_for(granted, mode, options):
+    graphs = PaperGraphs()
+    with padded(mode, graphs=graphs, max_rows=12, **options) as engine:
+        for _ in range(2):
+            assert wished(engine) == granted
+            engine.reset_prefix_cache()
+    assert any(key[2] and key[-1] for key in graphs.replays), "a forward part alone"
+
+
 def test_a_shape_is_captured_at_its_second_use_and_accounted_for():
     graphs = PaperGraphs()
     with padded("sync", graphs=graphs, max_rows=4, prefix_cache=False) as engine:
