@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 BLOCK = 1024
 
 
@@ -29,6 +31,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Triton twin of `ops.silu_mul`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (tokens, triton.cdiv(width, BLOCK))
+    grid = (tokens, cdiv(width, BLOCK))
     silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=BLOCK)
     return out

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import batch as layout
 from .batch import Batch, view_inputs
+from .sizes import cdiv, next_power_of_2
 from .step import StepInputs
 
 _PROGRAMS = 8
@@ -274,7 +275,7 @@ class TritonBatchOps:
             batch.block_tables.stride(0),
             batch.block_tables.stride(1),
             FIELDS=fields,
-            FIELDS_PADDED=triton.next_power_of_2(fields),
+            FIELDS_PADDED=next_power_of_2(fields),
             PROGRAMS=_PROGRAMS,
             BLOCK=_BLOCK,
         )
@@ -286,7 +287,7 @@ class TritonBatchOps:
         places = (batch.input_ids, batch.positions, batch.cache_slots, batch.cache_slots.stride(0))
         groups = batch.block_tables.shape[0]
         if lanes:
-            _prepare_lanes[(triton.cdiv(lanes, _BLOCK),)](
+            _prepare_lanes[(cdiv(lanes, _BLOCK),)](
                 lanes,
                 batch.lane_to_row,
                 batch.done,
@@ -317,7 +318,7 @@ class TritonBatchOps:
                 batch.sample_rows,
                 batch.block_size,
                 GROUPS=groups,
-                CHUNKS_PADDED=triton.next_power_of_2(batch.max_rows),
+                CHUNKS_PADDED=next_power_of_2(batch.max_rows),
                 BLOCK=_BLOCK,
             )
         longest = batch.block_tables.shape[2] * batch.block_size
@@ -325,7 +326,7 @@ class TritonBatchOps:
         return view_inputs(batch, lanes, chunks, tokens, sampled, max_length=longest, max_chunk=longest_chunk)
 
     def advance(self, batch: Batch, sampled: int, output: torch.Tensor) -> None:
-        _advance[(triton.cdiv(sampled, _BLOCK),)](
+        _advance[(cdiv(sampled, _BLOCK),)](
             sampled,
             batch.sample_rows,
             batch.tokens,

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "first_ptr"])
 def cache_write_kernel(
@@ -59,9 +61,9 @@ def cache_write(
     overwrite each other in any order.
     """
     tokens, kv_heads, head_dim = k.shape
-    dim_pad = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, 1024 // dim_pad))
-    cache_write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
+    dim_pad = next_power_of_2(head_dim)
+    heads = min(next_power_of_2(kv_heads), max(1, 1024 // dim_pad))
+    cache_write_kernel[(tokens, cdiv(kv_heads, heads))](
         k, v, keys, values, slots, first, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         KV_HEADS=kv_heads, BLOCK_SIZE=keys.shape[2], HEAD_DIM=head_dim, DIM_PAD=dim_pad, HEADS=heads,
     )  # fmt: skip

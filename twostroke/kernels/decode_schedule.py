@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 RECORD = 8
 """int32 words of a record, so that it lies in one sector of the GPU's memory."""
 
@@ -127,9 +129,9 @@ def make_schedule(
         min_share: tiles of a program at the least, where a lane has several.
     """
     lanes = lane_rows.shape[0]
-    pad = triton.next_power_of_2(lanes)
+    pad = next_power_of_2(lanes)
     block = max(1, min(pad, 8192 // pad))
-    schedule_kernel[(triton.cdiv(lanes, block),)](
+    schedule_kernel[(cdiv(lanes, block),)](
         lane_rows, lane_lengths, schedule.words, lanes, schedule.extra, window, min_share,
         TILE=tile, LANES_PAD=pad, BLOCK=block,
     )  # fmt: skip

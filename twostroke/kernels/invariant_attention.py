@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .paged_decode import LOG2_E
+from .sizes import next_power_of_2
 from .step import StepInputs
 
 
@@ -36,7 +37,7 @@ class InvariantTiles(NamedTuple):
 
 def invariant_tiles(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> InvariantTiles:
     """Return the tiles for a compute capability; those of other than 9.0 fit into 99 KiB of shared memory."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     positions = max(16, min(64, (8192 if dtype.itemsize == 4 else 16384) // row_bytes))
     return InvariantTiles(positions, warps=4, stages=3 if capability == (9, 0) else 2)
 
@@ -204,8 +205,8 @@ def invariant_attention(
         q, keys, values, table, step.lane_rows, step.lane_lengths, step.chunk_rows, step.chunk_starts,
         step.chunk_offsets, out, scale * LOG2_E, step.num_lanes, step.num_chunks,
         q.stride(0), q.stride(1), table.stride(0),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
-        HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim), BLOCK_SIZE=keys.shape[2], WINDOW=window,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, GROUP_PAD=max(16, next_power_of_2(heads // kv_heads)),
+        HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim), BLOCK_SIZE=keys.shape[2], WINDOW=window,
         TILE=tiles.positions, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 
 class LinearTiles(NamedTuple):
     """How a product is cut. It may depend on the weight's shape and dtype, never on the number of tokens.
@@ -87,7 +89,7 @@ def invariant_linear(
     tokens, (outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     if tokens:
-        invariant_linear_kernel[(triton.cdiv(tokens, tiles.tokens), triton.cdiv(outputs, tiles.outputs))](
+        invariant_linear_kernel[(cdiv(tokens, tiles.tokens), cdiv(outputs, tiles.outputs))](
             x, weight, weight if bias is None else bias, out, tokens,
             INPUTS=inputs, OUTPUTS=outputs, BIAS=bias is not None,
             TOKENS=tiles.tokens, OUT_TILE=tiles.outputs, IN_TILE=tiles.inputs,

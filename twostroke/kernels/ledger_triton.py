@@ -11,6 +11,7 @@ import triton.language as tl
 from . import ledger as layout
 from .batch import LEDGERS_AT as _LEDGERS_AT
 from .ledger import Ledgers, Rows
+from .sizes import cdiv
 
 _BLOCK = 1024
 _FILL_PROGRAMS = 16
@@ -234,19 +235,19 @@ class TritonLedgerOps:
 
     def open(self, words: torch.Tensor, count: int) -> None:
         counts, biases = self.ledgers.counts, self.ledgers.biases
-        _clear[(count, triton.cdiv(self.vocab, _BLOCK))](words, counts, biases, self.vocab, BLOCK=_BLOCK)
+        _clear[(count, cdiv(self.vocab, _BLOCK))](words, counts, biases, self.vocab, BLOCK=_BLOCK)
         _fill[(count, _FILL_PROGRAMS)](
             words, counts, biases, self.vocab, *self._history, *self._sequences, PROGRAMS=_FILL_PROGRAMS, BLOCK=_BLOCK
         )
 
     def add_biases(self, logits: torch.Tensor, row_ids: torch.Tensor) -> None:
-        grid = len(row_ids), triton.cdiv(self.vocab, _BLOCK)
+        grid = len(row_ids), cdiv(self.vocab, _BLOCK)
         common = (logits, logits.stride(0), self.vocab, row_ids, self.rows.ledger)
         _add_biases[grid](*common, self.ledgers.biases, BLOCK=_BLOCK)
 
     def penalize(self, logits: torch.Tensor, row_ids: torch.Tensor) -> None:
         rows = self.rows
-        grid = len(row_ids), triton.cdiv(self.vocab, _BLOCK)
+        grid = len(row_ids), cdiv(self.vocab, _BLOCK)
         common = (logits, logits.stride(0), self.vocab, row_ids, rows.ledger)
         _penalize[grid](*common, rows.presence, rows.frequency, rows.repetition, self.ledgers.counts, BLOCK=_BLOCK)
 
@@ -265,6 +266,4 @@ class TritonLedgerOps:
     def enter(self, tokens: torch.Tensor, row_ids: torch.Tensor) -> None:
         block = 128
         common = (len(row_ids), tokens, row_ids, self.rows.ledger, self.rows.length)
-        _enter[(triton.cdiv(len(row_ids), block),)](
-            *common, *self._history, self.ledgers.counts, self.vocab, BLOCK=block
-        )
+        _enter[(cdiv(len(row_ids), block),)](*common, *self._history, self.ledgers.counts, self.vocab, BLOCK=block)

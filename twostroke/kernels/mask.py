@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 _TILE = 4096
 
 
@@ -24,4 +26,4 @@ def _apply_masks(logits, masks, vocab, mask_stride, TILE: tl.constexpr):
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
     """See `sampling.mask.apply_masks`."""
     rows, vocab = logits.shape
-    _apply_masks[(rows, triton.cdiv(vocab, _TILE))](logits, masks, vocab, masks.stride(0), TILE=_TILE)
+    _apply_masks[(rows, cdiv(vocab, _TILE))](logits, masks, vocab, masks.stride(0), TILE=_TILE)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import next_power_of_2
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -45,7 +47,7 @@ def rms_norm_kernel(
 
 def _warps(width: int) -> int:
     """With few tokens a program's own latency counts: a thread has one load of 16 bytes per bf16 tensor."""
-    return max(1, min(16, triton.next_power_of_2(width) // 256))
+    return max(1, min(16, next_power_of_2(width) // 256))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -54,7 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     rms_norm_kernel[(tokens,)](
         x, x, weight, normed, normed, eps, x.stride(0), 0,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=False, num_warps=_warps(width),
+        WIDTH=width, BLOCK=next_power_of_2(width), ADD=False, num_warps=_warps(width),
     )  # fmt: skip
     return normed
 
@@ -68,6 +70,6 @@ def add_rms_norm(
     total = torch.empty_like(normed)
     rms_norm_kernel[(tokens,)](
         x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), ADD=True, num_warps=_warps(width),
+        WIDTH=width, BLOCK=next_power_of_2(width), ADD=True, num_warps=_warps(width),
     )  # fmt: skip
     return normed, total

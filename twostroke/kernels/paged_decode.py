@@ -27,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from . import decode_schedule as schedule_layout
 from .decode_schedule import DecodeSchedule
 from .ops import Rotary
+from .sizes import next_power_of_2
 
 LOG2_E = math.log2(math.e)
 
@@ -61,7 +62,7 @@ def decode_tiles(capability: tuple[int, int], head_dim: int, dtype: torch.dtype)
 
     Those of other than 9.0 are untuned and fit into 99 KiB of shared memory.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     # The float32 product has no tensor cores and holds its operands in registers: twice smaller tiles avoid spills.
     tile_bytes = 8192 if dtype.itemsize == 4 else 16384
     positions = max(16, min(64, tile_bytes // row_bytes))
@@ -380,8 +381,8 @@ def decode_attention(
             Not right behind the kernel that writes the schedule.
     """
     (lanes, heads, head_dim), kv_heads = q.shape, keys.shape[1]
-    group, dim_pad = heads // kv_heads, triton.next_power_of_2(head_dim)
-    members = triton.next_power_of_2(group)
+    group, dim_pad = heads // kv_heads, next_power_of_2(head_dim)
+    members = next_power_of_2(group)
     cos, sin, q_weight, k_weight, eps = rotary or (q, q, None, None, 0.0)
     decode_kernel[(kv_heads, lanes + schedule.extra)](
         q, k, v, cos, sin, q if q_weight is None else q_weight, k if k_weight is None else k_weight,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .paged_decode import LOG2_E
+from .sizes import next_power_of_2
 
 
 class PrefillTiles(NamedTuple):
@@ -40,8 +41,8 @@ def prefill_tiles(capability: tuple[int, int], group: int, head_dim: int, dtype:
 
     Those of other than 9.0 are untuned and fit into 99 KiB of shared memory.
     """
-    dim_pad = triton.next_power_of_2(head_dim)
-    at_least = triton.next_power_of_2(group)
+    dim_pad = next_power_of_2(head_dim)
+    at_least = next_power_of_2(group)
     if dtype.itemsize == 4 or dim_pad > 256:
         return PrefillTiles(max(16, at_least), 32 if dim_pad <= 128 else 16, warps=4, stages=1)
     if dim_pad > 128:
@@ -239,7 +240,7 @@ def prefill_attention(
     prefill_kernel[grid](
         q, keys, values, table, chunk_rows, chunk_starts, chunk_offsets, out, scale * LOG2_E, tokens, chunks,
         q.stride(0), q.stride(1), table.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=triton.next_power_of_2(head_dim),
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim),
         BLOCK_SIZE=keys.shape[2], WINDOW=window, QUERIES=tiles.queries, TILE=tiles.positions,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import next_power_of_2
+
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def rotary_tables_kernel(
@@ -29,6 +31,6 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, factor: float
     cos = torch.empty(tokens, half, dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     rotary_tables_kernel[(tokens,)](
-        positions, inv_freq, cos, sin, factor, HALF=half, HALF_PAD=triton.next_power_of_2(half), num_warps=1
+        positions, inv_freq, cos, sin, factor, HALF=half, HALF_PAD=next_power_of_2(half), num_warps=1
     )
     return cos, sin

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 
 @triton.jit
 def _normed_halves(x_ptrs, weight_ptr, pair, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr):
@@ -114,9 +116,9 @@ def rotate_and_write(
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, half = k.shape[1], head_dim // 2
-    half_pad = triton.next_power_of_2(half)
-    heads = min(triton.next_power_of_2(max(q_heads, kv_heads)), max(1, 512 // half_pad))
-    rotate_and_write_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads))](
+    half_pad = next_power_of_2(half)
+    heads = min(next_power_of_2(max(q_heads, kv_heads)), max(1, 512 // half_pad))
+    rotate_and_write_kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
         q, k, v, cos, sin, q if q_weight is None else q_weight, k if k_weight is None else k_weight,
         keys, values, slots, first, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),

@@ -22,6 +22,7 @@ import triton.language as tl
 from .barred_logits import bar, gaps, load_logits, num_barred
 from .philox import PURPOSE_TOKEN
 from .philox_triton import gumbel, token_words
+from .sizes import cdiv, next_power_of_2
 from .typical import find_typical
 
 _SPLIT = 4096
@@ -335,7 +336,7 @@ def sample_rows(
         chances: float32 [S], written unless None; see `sampling.sampler.sample`.
     """
     count, vocab = logits.shape
-    num_splits = triton.cdiv(vocab, _SPLIT)
+    num_splits = cdiv(vocab, _SPLIT)
     split_values = torch.empty((count, num_splits), dtype=torch.float32, device=logits.device)
     split_ids = torch.empty((count, num_splits), dtype=torch.int32, device=logits.device)
     # NOTE: not halves of one tensor: the alignment, and with it the compiled variant, would change with the count.
@@ -346,7 +347,7 @@ def sample_rows(
     split_weights = torch.empty_like(split_values) if asked else split_values
     stops = (stop_ids, stop_ids.stride(0))
     common = (logits, logits.stride(0), vocab, rows)
-    num_stops, splits = stop_ids.shape[0], triton.next_power_of_2(num_splits)
+    num_stops, splits = stop_ids.shape[0], next_power_of_2(num_splits)
     per_split, per_row = (count, num_splits), (count,)
     _survey[per_split](
         *common,
