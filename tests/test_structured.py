@@ -51,6 +51,7 @@ CASES = {
     "ebnf": (StructuredOutput(grammar=EBNF), matches(EXPRESSION)),
     "lark": (StructuredOutput(grammar='start: "<" /[a-z]{2,5}/ ">"'), matches("<[a-z]{2,5}>")),
 }
+PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.3, "top_p": 0.9}
 VOCAB = 512
 PROMPTS = [list(range(10, 10 + length)) for length in (3, 20, 7, 33, 5, 12)]
 
@@ -70,6 +71,7 @@ def structured(name, temperature, seed=1, **options):
 def everything():
     """Every grammar at both temperatures, and the same prompts without one."""
     held = [structured(name, temperature) for name in CASES for temperature in (0.0, 1.0)]
+    held += [structured(name, 1.0, **PENALTIES) for name in ("json_schema", "regex")]
     free = [SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True)] * 2
     params = held + free
     return [PROMPTS[n % len(PROMPTS)] for n in range(len(params))], params
@@ -92,7 +94,7 @@ def test_every_text_fits_its_grammar_and_no_loop_changes_a_token(small, referenc
     with running(mode, small, num_blocks=blocks, **options) as engine:
         outputs = engine.generate(prompts, params)
         assert (engine.stats().preemptions > 0) == (blocks is not None)
-    names = [name for name in CASES for _ in (0, 1)]
+    names = [*(name for name in CASES for _ in (0, 1)), "json_schema", "regex"]
     for name, output in zip(names, outputs, strict=False):
         assert output.finish_reason == "stop", (name, output)
         CASES[name][1](output.text)
@@ -144,11 +146,20 @@ def test_late_masks_change_no_token(small, reference, mode):
         mock.patch("twostroke.runner.Runner._patience", return_value=0.0),
         running(mode, small, num_blocks=28, block_size=8, max_model_len=200, max_rows=8) as engine,
     ):
-        outputs = engine.generate(prompts[:8], params[:8])
+        outputs = engine.generate(prompts[:-2], params[:-2])
         tokens = sum(len(output.token_ids) for output in outputs)
         assert engine.stats().steps > max(len(output.token_ids) for output in outputs) * 2
-    assert [output.token_ids for output in outputs] == reference[:8]
+    assert [output.token_ids for output in outputs] == reference[:-2]
     assert tokens > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_sample_of_a_request_follows_the_grammar_on_its_own(small, mode):
+    params = structured("ebnf", 1.0, n=4)
+    with running(mode, small) as engine:
+        output = engine.generate([PROMPTS[3]], params)[0]
+    assert len({sample.text for sample in output.outputs}) > 1
+    assert all(re.fullmatch(EXPRESSION, sample.text) for sample in output.outputs)
 
 
 def test_many_grammars_at_once(small):
@@ -171,6 +182,10 @@ def test_many_grammars_at_once(small):
         {"stop": ["is"]},
         {"temperature": 5.0},
         {"min_tokens": 3},
+        {"typical_p": 0.4},
+        {"presence_penalty": 2.0},
+        {"logit_bias": {66: 5.0}},
+        {"bad_words": [" green"]},
         {"ignore_eos": True, "max_tokens": 40},
     ],
     ids=lambda more: next(iter(more)),
@@ -183,6 +198,8 @@ def test_other_parameters_still_hold(small, more):
         assert re.fullmatch(r"[a-f]{3,9} ", output.text)
     else:
         assert re.fullmatch(REGEX, output.text)
+    if "bad_words" in more:
+        assert " green" not in output.text
     if "ignore_eos" in more:
         assert (len(output.token_ids), output.finish_reason) == (40, "length")
         assert set(output.token_ids[-10:]) == {2}

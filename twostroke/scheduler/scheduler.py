@@ -318,9 +318,11 @@ class Scheduler:
             scored = self.rows.scored(plan, output)
             finished = self._end_badly_scored(*scored)
         if len(sampled) > plan.num_lanes:
-            self.rows.stamp_first_tokens(sampled[plan.num_lanes :])
-            self.prefixes.publish_prompts(sampled[plan.num_lanes :], output.flags[plan.num_lanes :])
-            self._release_forks(sampled[plan.num_lanes :])
+            lived = output.flags[plan.num_lanes :] != 0  # those of late rows are 0, and will be computed again
+            prompts, flags = sampled[plan.num_lanes :][lived], output.flags[plan.num_lanes :][lived]
+            self.rows.stamp_first_tokens(prompts)
+            self.prefixes.publish_prompts(prompts, flags)
+            self._release_forks(prompts)
         finished += self._end_flagged(sampled, output.flags)
         if batch.held.late:
             batch.held.committed(plan)
