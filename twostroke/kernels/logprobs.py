@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv, next_power_of_2
+
 _SPLIT = 4096
 _SPLIT_WARPS = 8
 _WIDTH = 32
@@ -137,7 +139,7 @@ def write_records(
 ) -> None:
     """See `sampling.logprobs.write_logprobs`; `top` is the most that can be asked for."""
     count, vocab = logits.shape
-    num_splits = triton.cdiv(vocab, _SPLIT)
+    num_splits = cdiv(vocab, _SPLIT)
 
     def workspace(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count * num_splits * width, dtype=dtype, device=logits.device)
@@ -159,6 +161,6 @@ def write_records(
         *(records, records.stride(0)),
         CHANCES=chances is not None,
         TOP=top,
-        SPLITS=triton.next_power_of_2(num_splits),
+        SPLITS=next_power_of_2(num_splits),
         WIDTH=_WIDTH,
     )
