@@ -1,11 +1,12 @@
 """Log-probabilities on their own: PyTorch against float64, Triton (interpreted without a GPU) against PyTorch."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from sampling_case import every_combination, kept_tokens, make_state, random_logits, run
+from sampling_case import every_combination, kept_tokens, make_state, random_logits, run, typical_rows
 
 from twostroke.logprob_record import LOGPROB_RECORD, MAX_LOGPROBS, RECORD_WORDS
 from twostroke.sampling.logprobs import write_logprobs
@@ -98,7 +99,7 @@ def test_c05_all_but_one_forbidden_and_bad_logits(where):
 def test_the_chance_of_a_token_is_that_among_the_kept_ones(where):
     """Every combination of filters and temperatures, in float64 by sorting."""
     vocab = 600
-    rows = every_combination(vocab)[::7]
+    rows = every_combination(vocab)[::7] + typical_rows(vocab)[::5]
     logits = random_logits(len(rows), vocab, seed=5)
     device = "cuda" if where == "cuda" else "cpu"
     chances = torch.full((len(rows),), 9.0, device=device)
@@ -107,12 +108,12 @@ def test_the_chance_of_a_token_is_that_among_the_kept_ones(where):
         if where == "triton":
             from twostroke.kernels.sample import sample_rows
 
-            sample_rows(logits, positions, *state, tokens, errors, chances=chances)
+            sample_rows(logits, positions, *state, tokens, errors, typical=True, chances=chances)
         else:
-            sample(logits, positions, state, tokens, errors, chances=chances)
+            sample(logits, positions, state, tokens, errors, typical=True, chances=chances)
 
     tokens, _ = run(sampler, logits.to(device), range(len(rows)), make_state(rows, device))
-    plain, _ = run(sample, logits.to(device), range(len(rows)), make_state(rows, device))
+    plain, _ = run(partial(sample, typical=True), logits.to(device), range(len(rows)), make_state(rows, device))
     assert tokens == plain
     for token, chance, x, row in zip(tokens, chances.tolist(), logits.numpy(), rows, strict=True):
         if row.temperature == 0:

@@ -158,6 +158,46 @@ def test_a_long_prompt_is_scored_in_pieces(reference, mode, monkeypatch):
             check_token(entry, logits, 1)
 
 
+def favour(token):
+    """A logits processor that lets nothing but `token` be sampled."""
+
+    def process(logits, rows):
+        barred = torch.full_like(logits, -torch.inf)
+        barred[:, token] = 0.0
+        return barred
+
+    return process
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_e08_what_changes_logits_does_not_change_raw_logprobs(reference, mode):
+    """Penalties, biases and typical sampling, and rows whose sampling waits for the CPU, side by side."""
+    prompt = make_prompt(14)
+    changes = [
+        {"repetition_penalty": 1.7, "presence_penalty": 20.0},
+        {"logit_bias": {5: 30.0}, "temperature": 0.7},
+        {"allowed_token_ids": [3, 4, 200]},
+        {"typical_p": 0.5, "temperature": 2.0},
+        {"logits_processors": [favour(9)]},
+        {"logits_processors": [favour(8)], "repetition_penalty": 1.3},
+        {},
+    ]
+    params = [sampled(18, logprobs=2, **change) for change in changes]
+    with running(mode, reference.directory) as engine:
+        outputs = engine.generate([prompt] * len(params), params)
+        quiet(engine)
+    assert len({tuple(output.token_ids) for output in outputs}) == len(changes)
+    for output in outputs:
+        logits = reference.logits(prompt, output.token_ids)
+        for entry, row in zip(output.logprobs, logits, strict=True):
+            check_token(entry, row, 2)
+    for output in (outputs[1], outputs[4], outputs[5]):
+        assert all(entry.sampling_logprob == pytest.approx(0.0, abs=1e-4) for entry in output.logprobs)
+    for entry, row in zip(outputs[2].logprobs, reference.logits(prompt, outputs[2].token_ids), strict=True):
+        allowed = row[[3, 4, 200]].double().log_softmax(-1)[[3, 4, 200].index(entry.token_id)]
+        assert entry.sampling_logprob == pytest.approx(float(allowed), abs=1e-3)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_best_of_returns_the_likeliest_samples(reference, mode):
     prompt = make_prompt(12)
