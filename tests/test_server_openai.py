@@ -55,6 +55,31 @@ def test_chat(client, local):
     assert got.object == "chat.completion"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": -50.0, "frequency_penalty": 0.5},
+        {"logit_bias": {"17": 100, "18": 99.5}},
+        {"extra_body": {"allowed_token_ids": [*range(40, 60)], "no_repeat_ngram_size": 2}},
+        {"extra_body": {"bad_words": [" the", [40]], "repetition_penalty": 1.2, "typical_p": 0.9}},
+    ],
+    ids=str,
+)
+def test_parameters_of_the_engine_and_of_openai(client, local, fields):
+    """A04: they change the tokens, to those that the engine itself gives."""
+    fields = dict(fields)
+    extra = fields.pop("extra_body", {})
+    own = {**fields, **extra}
+    if "logit_bias" in own:
+        own["logit_bias"] = {int(token): bias for token, bias in own["logit_bias"].items()}
+    expected = local.generate("Hello", params(temperature=0.5, seed=3, max_tokens=20, **own))[0].token_ids
+    got = client.completions.create(
+        model=MODEL, prompt="Hello", temperature=0.5, seed=3, max_tokens=20, extra_body={**EXTRA, **extra}, **fields
+    )
+    assert got.choices[0].token_ids == expected
+    assert expected != local.generate("Hello", params(temperature=0.5, seed=3, max_tokens=20))[0].token_ids
+
+
 def test_chat_stream(client, local):
     expected = local.generate(CHAT, params(temperature=0, max_tokens=20))[0]
     chunks = list(

@@ -53,6 +53,10 @@ class LogitRules:
             sequences=tuple(word for word in words if len(word) > 1),
         )
 
+    def bad_words(self) -> list[list[int]]:
+        """All bad words, as token ids."""
+        return [[int(token)] for token in self.bias_ids[np.isneginf(self.biases)]] + [[*ids] for ids in self.sequences]
+
 
 def _logit_bias(bias: Mapping[int, float] | None, vocab_size: int) -> dict[int, float]:
     if bias is None:

@@ -94,5 +94,6 @@ def _entry(number: int, request: Request) -> Entry:
         raise InvalidRequest(
             f"logits_processors={shown(request.params.logits_processors)} cannot reach an engine in another process"
         )
-    params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens)
+    bad_words = request.rules.bad_words() or None
+    params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens, bad_words=bad_words)
     return Entry(number, request.prompt.tobytes(), params)

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
 from ..errors import shown
@@ -54,6 +54,11 @@ class Part(Strict):
         return self.kind(**{name: value for name, value in given.items() if value is not None})
 
 
+def _key(key: Any) -> Any:
+    """A key of a JSON object, which is a string even if it is a number."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
 def _wire_type(hint: Any) -> Any:
     """`hint` as JSON can say it: integers fit the wire, sequences are lists, dataclasses are objects."""
     origin, parts = get_origin(hint), tuple(_wire_type(part) for part in get_args(hint))
@@ -68,7 +73,7 @@ def _wire_type(hint: Any) -> Any:
     if origin is Sequence:
         return list[parts[0]]  # type: ignore[valid-type]
     if origin is Mapping:
-        return dict[parts[0], parts[1]]  # type: ignore[valid-type]
+        return dict[Annotated[parts[0], BeforeValidator(_key)], parts[1]]  # type: ignore[valid-type]
     return hint
 
 
@@ -78,7 +83,7 @@ def _wire_fields(kind: Any) -> dict[str, Any]:
     return {f.name: (_wire_type(hints[f.name]) | None, None) for f in fields(kind) if f.name in hints}
 
 
-_MaybeUnsupported = unsupported(best_of=(1,), frequency_penalty=(0, 0.0), presence_penalty=(0, 0.0), logit_bias=({},))
+_MaybeUnsupported = unsupported(best_of=(1,))
 """OpenAI's parameters that `SamplingParams` may lack."""
 
 SamplingFields: Any = create_model("SamplingFields", __base__=_MaybeUnsupported, **_wire_fields(SamplingParams))
