@@ -69,8 +69,8 @@ ALLOWED = {
     "lifecycle": {"calls", "torch", "build", "inbox", "watched"} | BELOW_ENGINE,
     "front": {"progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
-    # triton: for the kernel that reads the memory's ceiling, which no step runs.
-    "bench": {"torch", "triton", "numpy", "transformers"} | ENGINE | BELOW_ENGINE,
+    # triton: for the kernel that reads the memory's ceiling, which no step runs. tokenizers: to make one up.
+    "bench": {"torch", "triton", "numpy", "transformers", "tokenizers"} | ENGINE | BELOW_ENGINE,
     "trace": {"matplotlib"} | ENGINE | BELOW_ENGINE,
     "server": {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "pydantic_core", "msgspec", "numpy"}
     | ENGINE

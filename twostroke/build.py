@@ -85,8 +85,17 @@ class Forward:
         self.attention.copy_blocks(pairs)
 
 
-def build(config: EngineConfig) -> Parts:
+def build(
+    config: EngineConfig,
+    *,
+    draw: Callable[..., None] | None = None,
+    make_tokenizer: Callable[[int], Tokenizer] | None = None,
+) -> Parts:
     """Build everything, in the order that memory wants: weights, profile, cache, graphs.
+
+    Args:
+        draw: makes tokens of logits, in the place of `sampling.sampler.sample`.
+        make_tokenizer: makes a tokenizer of so many tokens for a model that has none.
 
     Raises:
         InvalidConfig, UnsupportedModel: a setting does not fit the model or the device.
@@ -94,7 +103,7 @@ def build(config: EngineConfig) -> Parts:
     device = _make_device(config.device)
     try:
         with _on_the_cpu(), device.current(), torch.inference_mode():
-            return _Builder(config, device).build()
+            return _Builder(config, device, draw or sample, make_tokenizer).build()
     except BaseException:
         device.close()
         raise
@@ -130,7 +139,15 @@ def _on_the_cpu() -> AbstractContextManager[object]:
 
 
 class _Builder:
-    def __init__(self, config: EngineConfig, device: Device) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        draw: Callable[..., None],
+        make_tokenizer: Callable[[int], Tokenizer] | None,
+    ) -> None:
+        self.draw = draw
+        self.make_tokenizer = make_tokenizer
         self.config = config
         self.device = device
         self.on_cuda = device.torch_device.type == "cuda"
@@ -168,7 +185,7 @@ class _Builder:
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
         max_ledgers = self._max_ledgers(model, longest)
         ledgers = self._make_ledger_ops(Ledgers(max_ledgers, model.vocab_size, longest, device.torch_device), state)
-        sampler = partial(_sample, sampling)
+        sampler = partial(_sample, self.draw, sampling)
         runner = Runner(device, state, self._make_ops(), forward, ledgers, _stages(ledgers), sampler, shapes)
         input_words, mask_words = self._input_words(model, longest), -(-model.vocab_size // 32)
         slots = [Slot(device, input_words, self.max_lanes, mask_words) for _ in range(config.slots)]
@@ -188,6 +205,8 @@ class _Builder:
         graphs = capture()
         usable = num_blocks - 1
         tokenizer = find_tokenizer(loaded.directory)
+        if tokenizer is None and self.make_tokenizer is not None:
+            tokenizer = self.make_tokenizer(model.vocab_size)
         # NOTE: the last token of a sample needs no position in the cache.
         max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
         eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
@@ -376,6 +395,7 @@ class _Builder:
 
 
 def _sample(
+    draw: Callable[..., None],
     state: SamplingState,
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -384,7 +404,7 @@ def _sample(
     typical: bool,
     chances: torch.Tensor | None,
 ) -> None:
-    sample(logits, rows, state, tokens, errors, typical, chances)
+    draw(logits, rows, state, tokens, errors, typical, chances)
 
 
 def _stages(ledgers: LedgerOps) -> list[Stage]:

@@ -131,7 +131,7 @@ class Engine(Front):
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.config = EngineConfig(**arguments)
         self.config.validate()
-        self._parts = parts = build(self.config)
+        self._parts = parts = self._build()
         self.model = parts.loaded.model
         self.report = parts.report
         self._life = life = Lifecycle(parts, loop, self._delivery_maker(parts))
@@ -146,6 +146,9 @@ class Engine(Front):
         )
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
         weakref.finalize(self, self._life.close_forgotten)
+
+    def _build(self) -> Parts:
+        return build(self.config)
 
     def _delivery_maker(self, parts: Parts) -> Callable[..., Any]:
         """Return what makes the receiver of the loop's output, given whom to tell of its failure."""

@@ -59,6 +59,7 @@ BENCHMARKS = {
         Benchmark("rollouts-16384", "8B shape, 32 requests, prompt 256, 16,384 tokens each", "offline", 1),
         Benchmark("small", "0.6B shape, 256 requests, 100 to 1,024 tokens in and out", "offline", 3),
         Benchmark("gsm8k", "8B shape, 1,319 short prompts, 256 tokens each", "offline", 3),
+        Benchmark("sampling", "8B shape, 256 rows, sampling parameters against a bare argmax", "sampling", 3),
         Benchmark("mixed", "8B shape, 64 rows decode while prompts of 2,000 tokens arrive", "mixed", 3),
     )
 }
