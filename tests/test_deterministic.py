@@ -14,6 +14,7 @@ from reference import check_greedy
 
 from twostroke import InvalidConfig, SamplingParams
 from twostroke.build import sample
+from twostroke.model.linear import InvariantLinear
 
 LENGTHS = [1, 3, 9, 17, 30]
 PROMPTS = [[(11 * i + 7 * j) % 320 for j in range(length)] for i, length in enumerate(LENGTHS)]
@@ -126,3 +127,12 @@ def test_a_model_that_transformers_runs_is_refused_by_name(saved):
         running("sync", directory, deterministic=True),
     ):
         pass
+
+
+def test_a_tied_head_stays_so_when_weights_are_replaced(tmp_path):
+    config = transformers.LlamaConfig(**{**WIDE.to_diff_dict(), "tie_word_embeddings": True})
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    with running("sync", tmp_path, deterministic=True, **ROOMY) as engine:
+        engine.update_weights(tmp_path)
+        assert isinstance(engine.model.head, InvariantLinear)

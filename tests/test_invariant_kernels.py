@@ -10,6 +10,7 @@ from twostroke.attention.interface import LayerSpec
 pytest.importorskip("triton")
 
 from twostroke.attention.invariant_triton import InvariantTritonAttention
+from twostroke.attention.triton_backend import TritonAttention
 from twostroke.kernels.invariant_attention import InvariantTiles, invariant_attention, invariant_tiles
 from twostroke.kernels.invariant_linear import LinearTiles, invariant_linear, linear_tiles
 
@@ -118,3 +119,16 @@ def test_a_decoded_token_is_the_same_as_part_of_a_prompt(window):
     assert torch.equal(lanes, whole[[40, 33]])
     chunk = run(slice(30, 47), chunk_starts=[30], chunk_offsets=[0, 17])
     assert torch.equal(chunk, whole[30:47])
+
+
+@pytest.mark.parametrize("kind", [InvariantTritonAttention, TritonAttention])
+def test_blocks_are_copied_within_a_cache_that_was_made_anew(kind):
+    """As after a sleep: the memory that the cache had before is somebody else's."""
+    attention = kind([LayerSpec(2, 1, 16, 0.25)], 4, 4, torch.float32, torch.device(DEVICE))
+    before = attention.keys[0]
+    attention.free()
+    attention.allocate()
+    attention.keys[0][1] = 7.0
+    attention.copy_blocks(torch.tensor([[1, 3]], dtype=torch.int32, device=DEVICE))
+    assert attention.keys[0][3].eq(7.0).all()
+    assert before.eq(0.0).all()

@@ -17,7 +17,7 @@ from .build_report import BuildReport
 from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
-from .device.cpu import CpuDevice
+from .device.choice import make_device
 from .device.dummies import dummy_plan, empty_ledger
 from .device.layout import input_capacity
 from .device.ledgers import Ledgers, ledger_bytes
@@ -100,32 +100,13 @@ def build(
     Raises:
         InvalidConfig, UnsupportedModel: a setting does not fit the model or the device.
     """
-    device = _make_device(config.device)
+    device = make_device(config.device)
     try:
         with _on_the_cpu(), device.current(), torch.inference_mode():
             return _Builder(config, device, draw or sample, make_tokenizer).build()
     except BaseException:
         device.close()
         raise
-
-
-def _make_device(device: str | Device) -> Device:
-    if isinstance(device, Device):
-        return device
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if not isinstance(name, str | torch.device):
-        raise InvalidConfig(f"device={device!r} must be a name such as 'cpu' or 'cuda:0'")
-    try:
-        wanted = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidConfig(f"device={device!r} must be 'auto', 'cpu', 'cuda', or 'cuda:' and a number") from error
-    if wanted.type == "cpu":
-        return CpuDevice()
-    if wanted.type != "cuda" or not torch.cuda.is_available():
-        raise InvalidConfig(f"device={device!r} is not available here")
-    from .device.cuda import CudaDevice
-
-    return CudaDevice(wanted)
 
 
 def _on_the_cpu() -> AbstractContextManager[object]:

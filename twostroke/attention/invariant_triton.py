@@ -22,8 +22,11 @@ class InvariantTritonAttention(Attention):
         super().__init__(layers, num_blocks, block_size, dtype, device)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         self._tiles = [invariant_tiles(capability, spec.head_dim, dtype) for spec in layers]
-        self._copy = BlockCopy([*self.keys, *self.values])
         self._first = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._copy = BlockCopy([*self.keys, *self.values])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)

@@ -47,7 +47,6 @@ class TritonAttention(Attention):
     ) -> None:
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.max_lanes = max_lanes
-        self._copy = BlockCopy([*self.keys, *self.values])
         capability, processors = _device_facts(device)
         # Programmatic dependent launch; see `decode_attention`.
         self._early = device.type == "cuda" and capability >= (9, 0)
@@ -63,6 +62,10 @@ class TritonAttention(Attention):
         results = max((2 * kind.extra * spec.heads for spec, kind in zip(layers, self._kinds, strict=True)), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
         self._step: StepInputs | None = None
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._copy = BlockCopy([*self.keys, *self.values])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)

@@ -100,7 +100,7 @@ class Decoder:
             for linear in block.linears:
                 linear.unpack()
         if self.config.tied:
-            self.head = Linear.tied(self.embedding)
+            self.head = type(self.head).tied(self.embedding)
         else:
             self.head.unpack()
 
