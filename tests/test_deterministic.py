@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -54,12 +55,12 @@ def recording():
     """Yield what the sampler sees: (seed, output index) -> the bits of the logits."""
     seen: Logits = {}
 
-    def spy(logits, rows, state, tokens, errors, typical):
+    def spy(logits, rows, state, tokens, errors, typical, chances):
         for line, row in zip(logits, rows.tolist(), strict=True):
             key = int(state.seed_low[row]), int(state.outputs[row])
             if key[0] >= 100 and key[1] < TOKENS:
                 seen[key] = line.float().cpu().numpy().tobytes()
-        sample(logits, rows, state, tokens, errors, typical)
+        sample(logits, rows, state, tokens, errors, typical, chances)
 
     with mock.patch("twostroke.build.sample", spy):
         yield seen
@@ -98,6 +99,17 @@ def test_no_family_depends_on_the_batch(family, saved):
     directory, _ = saved(family)
     expected = logits_alone(directory, deterministic=True)
     assert logits_together("async", directory, deterministic=True, **VARIANTS["odd chunks"])[0] == expected
+
+
+@pytest.mark.parametrize("variant", ["odd chunks", "preempted"])
+def test_log_probabilities_do_not_depend_on_the_batch(variant, wide):
+    asked = [replace(params(index), logprobs=3, prompt_logprobs=2, top_p=0.9) for index in range(len(PROMPTS))]
+    with running("sync", wide[0], deterministic=True, **ROOMY) as engine:
+        alone = [engine.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, asked, strict=True)]
+    with running("async", wide[0], deterministic=True, **VARIANTS[variant]) as engine:
+        together = engine.generate(PROMPTS, asked)
+    assert [output.logprobs for output in together] == [output.logprobs for output in alone]
+    assert [output.prompt_logprobs for output in together] == [output.prompt_logprobs for output in alone]
 
 
 def test_bfloat16_does_not_depend_on_the_batch(wide):

@@ -111,6 +111,7 @@ def bare_argmax(
     tokens: torch.Tensor,
     errors: torch.Tensor,
     typical: bool,
+    chances: torch.Tensor | None,
 ) -> None:
     """Stand in for `sampling.sampler.sample`: the largest logit, whatever the rows ask for, and no errors."""
     tokens.copy_(logits.argmax(-1))

@@ -36,7 +36,7 @@ def write_logprobs(
     if not len(asking):
         return
     x, counts = logits[asking].float(), counts[asking] - 1
-    totals = x.logsumexp(1, keepdim=True)
+    totals = logsumexp_by_row(x)[:, None]
     target = x.gather(1, targets[asking, None].long())
     ids, values = _top(x, int(counts.max()))
     unused = (torch.arange(ids.shape[1]) >= counts[:, None]) | ~values.isfinite() | ~totals.isfinite()
@@ -48,6 +48,11 @@ def write_logprobs(
     written[:, 3 : 3 + ids.shape[1]] = ids.masked_fill(unused, -1)
     floats[:, 3 + MAX_LOGPROBS : 3 + MAX_LOGPROBS + ids.shape[1]] = values - totals
     records[asking] = written
+
+
+def logsumexp_by_row(x: torch.Tensor) -> torch.Tensor:
+    """log(sum(exp(x))) of each row of `x` [n, V], one by one: a sum's order over several depends on their number."""
+    return torch.stack([row.logsumexp(0) for row in x])
 
 
 def _top(x: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

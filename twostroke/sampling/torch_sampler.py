@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from ..kernels.philox import MAX_GUMBEL, MIN_GUMBEL, PURPOSE_TOKEN, WORD, gumbel, philox
+from .logprobs import logsumexp_by_row
 from .state import SamplingState
 
 _REACH = MAX_GUMBEL - MIN_GUMBEL
@@ -46,7 +47,7 @@ def sample_rows(
     if chances is not None:
         chances.zero_()
         if len(drawn):
-            total = (-distance).masked_fill(distance > radius[:, None], -math.inf).logsumexp(1)
+            total = logsumexp_by_row((-distance).masked_fill(distance > radius[:, None], -math.inf))
             chances[drawn] = -distance.gather(1, token[drawn, None]).squeeze(1) - total
     tokens.copy_(token.masked_fill(failed, 0))
     errors.copy_(failed)
