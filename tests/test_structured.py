@@ -305,3 +305,29 @@ def test_masks_of_a_grammar_allow_no_end_before_the_text_is_complete(small):
     constraint.advance(engine.tokenizer.encode("4", special_tokens=False))
     constraint.fill(mask)
     assert np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [2]
+
+
+def test_every_end_is_allowed_once_the_text_is_complete_and_none_before(small):
+    """C13: a model with two end-of-sequence ids, and a stop id that no grammar allows."""
+    constraint = Grammars(load_tokenizer(small), VOCAB, [2, 0]).begin(StructuredOutput(regex="a"), [5])
+    mask = np.zeros(VOCAB // 32, np.int32)
+    constraint.fill(mask)
+    assert not {0, 2, 5} & set(np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+    constraint.advance([81])  # the token of an a
+    constraint.fill(mask)
+    assert np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [0, 2, 5]
+    constraint.advance([0])
+    constraint.fill(mask)
+    assert np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist() == [0, 2, 5]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_log_probabilities_of_held_rows_are_those_of_the_model(small, mode):
+    """A mask changes which token comes, not what the model thought of it."""
+    with running(mode, small) as engine:
+        output = engine.generate([PROMPTS[0]], structured("regex", 1.0, logprobs=1))[0]
+        ids = output.token_ids
+        again = engine.generate([[*PROMPTS[0], *ids]], SamplingParams(max_tokens=1, prompt_logprobs=1))[0]
+    found = [entry.logprob for entry in output.outputs[0].logprobs]
+    expected = [entry.logprob for entry in again.prompt_logprobs[len(PROMPTS[0]) :]]
+    assert found == pytest.approx(expected, abs=1e-4)

@@ -80,20 +80,21 @@ class Grammars:
         """Return a constraint at the beginning of the text; `stop_ids` end the sample."""
         matcher = self.compile(structured).deep_copy()
         assert self._vocabulary is not None
-        return GrammarConstraint(matcher, self._vocabulary.eos_tokens, [*self._eos_ids, *stop_ids])
+        return GrammarConstraint(matcher, [self._vocabulary.eos_token, *self._eos_ids], [*self._eos_ids, *stop_ids])
 
     def _make_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
 
+        eos = self._eos_ids[0] if self._eos_ids else None
         size = max(self.vocab_size, self._tokenizer.vocab_size)
-        return llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=self._eos_ids or None)
+        return llguidance.LLTokenizer(self._tokenizer.to_json(), n_vocab=size, eos_token=eos)
 
 
 class GrammarConstraint:
     """Follows one sample through a grammar; see `Constraint`.
 
     Args:
-        eos_ids: end-of-sequence ids, as the matcher knows them.
+        eos_ids: end-of-sequence ids, of the model and of the matcher, which knows one.
         ends: what a sample may say once its text is complete. If that does not stop it, it says nothing else any more.
     """
 
