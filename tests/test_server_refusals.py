@@ -48,7 +48,10 @@ BAD_FIELDS = [
     (TEXT, "prompt", [-1], "C20"),
     (TEXT, "prompt", [1.5], "R07"),
     (TEXT, "prompt", [True], "R07"),
-    (TEXT, "prompt", [2**70], "R07"),
+    (TEXT, "prompt", [2**63], "R07"),
+    (TEXT, "prompt", [-(2**63)], "R07"),
+    (TEXT, "prompt", ["a"] * 1_000_000, "more than the limit"),
+    (TEXT, "prompt", [5] * 1_000_000, "R14"),
     (TEXT, "prompt", ["a", 1], "R07"),
     (TEXT, "prompt", [[1], ["a"]], "R07"),
     (TEXT, "prompt", {"a": 1}, ""),
@@ -208,6 +211,12 @@ def test_bodies_that_are_no_request(server, path, data):
     response = server.post(path, data)
     assert response.status == 400, response.data
     assert response.error["message"]
+
+
+def test_a_chat_of_a_hundred_thousand_messages_holds_up_nobody(server):
+    with server.open(CHAT, {"messages": USER * 100_000}) as connection:
+        assert server.post(TEXT, LEAST[TEXT]).status == 200
+        assert b" 400 " in connection.recv(100)
 
 
 def test_a_body_that_is_too_large(server):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput
@@ -17,12 +19,15 @@ from .event_stream import DONE, event
 from .fields import StreamingFields
 from .generation import respond
 from .http_errors import ApiError, refusals
-from .schema import WireInt, request_body, sampling_params, unsupported
+from .schema import request_body, sampling_params, unsupported
 from .service import Service
 
 DEFAULT_MAX_TOKENS = 16
 """As in OpenAI's API."""
 
+
+TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Any number that an array can hold; whether the model knows it is checked there."""
 
 _Unsupported = unsupported(logprobs=(), suffix=("",))
 
@@ -30,7 +35,7 @@ _Unsupported = unsupported(logprobs=(), suffix=("",))
 class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-type]
     """`prompt`: one or more, as text or as token ids."""
 
-    prompt: str | list[str] | list[WireInt] | list[list[WireInt]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -98,8 +103,9 @@ def add_completions(router: APIRouter, service: Service) -> None:
         service.check_model(body.model)
         body.check_stream_options()
         prompts = body.prompts()
+        service.check_samples(len(prompts), body.n or 1)
         with refusals():
-            ids = [await service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            ids = [await service.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in prompts]
             echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
             params = body.params()
             call = await service.start(ids, [params] * len(ids))

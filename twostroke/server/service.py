@@ -19,6 +19,9 @@ from .supervisor import Supervisor
 _LONG_TEXT = 1 << 14
 """Characters from which on a text is encoded in a thread, so that other clients do not wait for it."""
 
+_MESSAGE_COST = 100
+"""A message takes a chat template about as long as so many characters take the tokenizer."""
+
 
 class Service:
     """Admission and the life of calls. Used in one asyncio loop."""
@@ -86,9 +89,17 @@ class Service:
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat, ready for the assistant's answer."""
         encode = self.tokenizer.apply_chat_template
-        if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
+        if sum(_MESSAGE_COST + len(message["content"]) for message in messages) < _LONG_TEXT:
             return encode(messages)
         return await asyncio.to_thread(encode, messages)
+
+    def check_samples(self, prompts: int, n: int) -> None:
+        """Raise ApiError if a request asks for more samples than one may."""
+        count, most = prompts * n, self.settings.max_samples
+        if count > most:
+            param = "n" if prompts == 1 else "prompt"
+            message = f"{param}: {count} samples are asked for, at most {most} are allowed"
+            raise ApiError(400, message, param=param, code="too_many_samples")
 
     async def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Call:
         """Start a call; whoever gets it must `end` it.
@@ -100,12 +111,8 @@ class Service:
             ApiError: the queue is full, or the server is shutting down.
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
         """
-        engine, most = self.engine, self.settings.max_samples
-        count = sum(own.n for own in params)
-        if count > most:
-            param = "n" if len(prompts) == 1 else "prompt"
-            message = f"{param}: {count} samples are asked for, at most {most} are allowed"
-            raise ApiError(400, message, param=param, code="too_many_samples")
+        engine = self.engine
+        self.check_samples(len(prompts), params[0].n)
         try:
             if any(own.structured is not None for own in params):  # compiling a grammar may take a while
                 handles = await asyncio.to_thread(engine.start, prompts, params)
