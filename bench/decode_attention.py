@@ -26,7 +26,7 @@ from twostroke.bench.timing import graph_seconds
 from twostroke.kernels import ops
 from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.ops import Rotary
-from twostroke.kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs
+from twostroke.kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs, is_crowded
 from twostroke.kernels.rotary_write import rotate_and_write
 
 BLOCK, LAYERS = 16, 6
@@ -72,10 +72,12 @@ class Problem:
         qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.qkv = [bf16(qkv, shape.hidden, scale=0.02) for _ in range(LAYERS)]
         self.output = [bf16(shape.hidden, shape.heads * shape.head_dim, scale=0.02) for _ in range(LAYERS)]
-        self.tiles = decode_tiles(torch.cuda.get_device_capability(), shape.head_dim, torch.bfloat16)
 
     def set_case(self, lengths):
         shape, lanes = self.shape, len(lengths)
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        crowded = is_crowded(lanes, shape.kv_heads, processors)
+        self.tiles = decode_tiles(torch.cuda.get_device_capability(), shape.head_dim, torch.bfloat16, crowded=crowded)
         counts = [-(-n // BLOCK) for n in lengths]
         free = (1 + torch.randperm(self.blocks - 1)).int()
         table = torch.zeros(lanes, max(counts), dtype=torch.int32)
@@ -109,11 +111,12 @@ class Problem:
         splits = three_launches.decode_splits(lanes, shape.kv_heads, processors, tiles)
         size = three_launches.workspace_size(lanes, shape.heads, shape.head_dim, splits)
         workspace = torch.empty(size, device="cuda")
+        first = torch.zeros(1, device="cuda", dtype=torch.int32)
 
         def work(layer, merged):
             (q, k, v), (keys, values) = self.split(merged), self.caches[layer]
             out = torch.empty(q.shape, device="cuda", dtype=q.dtype)
-            rotate_and_write(q, k, v, *self.rotary, keys, values, self.slots)
+            rotate_and_write(q, k, v, *self.rotary, keys, values, self.slots, first)
             three_launches.decode_attention(
                 q, keys, values, self.table, self.rows, self.lengths, out, workspace,
                 scale=self.scale, window=0, splits=splits, tiles=tiles,

@@ -45,6 +45,8 @@ def test_the_file_has_the_promised_keys(tmp_path: Path) -> None:
         "ms_per_step": None,
         "gpu_active": None,
         "kernel_active": None,
+        "kernel_us": None,
+        "kernel_runs": None,
         "bytes_per_s": None,
         "floor_seconds": 3.0,
         "floor_share": 0.75,

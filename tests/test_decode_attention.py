@@ -93,16 +93,17 @@ def test_work_is_shared_out_by_tokens():
 
 
 def test_one_lane_alone_is_shared_out_over_the_gpu():
-    tiles = decode_tiles((9, 0), 128, torch.bfloat16)
+    tiles = decode_tiles((9, 0), 128, torch.bfloat16, crowded=False)
     used = records([32_000], extra=extra_programs(8, 132, tiles), tile=tiles.positions, min_share=tiles.min_share)
-    assert 2 * 132 <= 8 * len(used) <= 4 * 132
+    assert 132 <= 8 * len(used) <= 3 * 132
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_suit_the_matrix_units(capability, dtype):
+@pytest.mark.parametrize("crowded", [False, True])
+def test_tiles_suit_the_matrix_units(capability, dtype, crowded):
     for head_dim in (64, 80, 128, 256):
-        assert decode_tiles(capability, head_dim, dtype).positions >= 16
+        assert decode_tiles(capability, head_dim, dtype, crowded=crowded).positions >= 16
 
 
 def random_rotary(tokens, head_dim, norms):

@@ -10,7 +10,14 @@ from ..kernels.block_copy import BlockCopy
 from ..kernels.cache_write import cache_write
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.ops import Rotary
-from ..kernels.paged_decode import DecodeTiles, DecodeWorkspace, decode_attention, decode_tiles, extra_programs
+from ..kernels.paged_decode import (
+    DecodeTiles,
+    DecodeWorkspace,
+    decode_attention,
+    decode_tiles,
+    extra_programs,
+    is_crowded,
+)
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
@@ -50,16 +57,19 @@ class TritonAttention(Attention):
         capability, processors = _device_facts(device)
         # Programmatic dependent launch; see `decode_attention`.
         self._early = device.type == "cuda" and capability >= (9, 0)
-        tiles_of = [decode_tiles(capability, spec.head_dim, dtype) for spec in layers]
         self._prefill = [
             prefill_tiles(capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
         ]
-        self._kinds = [
-            _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles)
-            for spec, tiles in zip(layers, tiles_of, strict=True)
-        ]
-        self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in self._kinds}
-        results = max((2 * kind.extra * spec.heads for spec, kind in zip(layers, self._kinds, strict=True)), default=0)
+        self._processors = processors
+
+        def kind_of(spec: LayerSpec, crowded: bool) -> _Kind:
+            tiles = decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
+            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles)
+
+        self._kinds = [tuple(kind_of(spec, crowded) for crowded in (False, True)) for spec in layers]
+        kinds = {kind for both in self._kinds for kind in both}
+        self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in kinds}
+        results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
         self._step: StepInputs | None = None
 
@@ -88,7 +98,7 @@ class TritonAttention(Attention):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lanes = step.num_lanes
         if lanes:
-            spec, kind = self.layers[layer], self._kinds[layer]
+            spec, kind = self.layers[layer], self._kind(layer, lanes)
             decode_attention(
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
@@ -106,11 +116,14 @@ class TritonAttention(Attention):
             raise ValueError(f"a step of {lanes} lanes: the schedules were made for max_lanes={self.max_lanes}")
         self._step = step
         if lanes:
-            for (window, _, tiles), schedule in self._schedules.items():
+            for kind in {self._kind(layer, lanes) for layer in range(len(self.layers))}:
                 make_schedule(
-                    schedule, step.lane_rows, step.lane_lengths,
-                    window=window, tile=tiles.positions, min_share=tiles.min_share,
+                    self._schedules[kind], step.lane_rows, step.lane_lengths,
+                    window=kind.window, tile=kind.tiles.positions, min_share=kind.tiles.min_share,
                 )  # fmt: skip
+
+    def _kind(self, layer: int, lanes: int) -> _Kind:
+        return self._kinds[layer][is_crowded(lanes, self.layers[layer].kv_heads, self._processors)]
 
     def _attend_chunks(
         self,

@@ -17,6 +17,7 @@ from ..model.interface import Model
 from ..sampling_params import SamplingParams
 from .ceilings import Ceilings, measure_ceilings
 from .floor import Cost, floor_of
+from .kernels import watch_kernels
 from .measure import measure
 from .options import BenchOptions
 from .peers import measure_peers
@@ -24,6 +25,8 @@ from .result import Result, Run, compared
 
 WARM_UP_TOKENS = 8
 MAX_STEP_TOKENS = 2048
+STEADY_AFTER = 128
+"""Steps after which every workload here decodes with all its rows."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +162,16 @@ def _twostroke(
         )
         engine.generate(workload.prompts, warm_up, progress=False)
         measured = [measure(engine, workload.prompts, params) for _ in range(options.repetitions)]
+        kernels = watch_kernels(engine, workload.prompts, params, STEADY_AFTER) if options.kernels else None
         return [
-            one.as_run(loop, bytes_per_s=floor.read_bytes / one.seconds, floor_seconds=floor.seconds)
+            one.as_run(
+                loop,
+                bytes_per_s=floor.read_bytes / one.seconds,
+                floor_seconds=floor.seconds,
+                kernel_active=kernels and kernels.active,
+                kernel_us=kernels and kernels.us,
+                kernel_runs=kernels and kernels.runs,
+            )
             for one in measured
         ]
 

@@ -15,6 +15,7 @@ class BenchOptions:
     impl, slots: of the engine, where the benchmark does not fix them. With `impl="both"`, `cases` has two.
     deterministic: measure that mode too, beside the engine without it.
     max_step_tokens: of the engine; None is the benchmark's own.
+    kernels: also profile a window of steady steps, kernel by kernel.
     peers: names of other engines to measure on the same workload, see `peers.PEERS`.
     peer_dir: folder with the peers' scripts, their models' configurations and what they import.
     """
@@ -25,6 +26,7 @@ class BenchOptions:
     slots: int = 2
     deterministic: bool = False
     max_step_tokens: int | None = None
+    kernels: bool = False
     peers: tuple[str, ...] = ()
     peer_dir: Path | None = None
 

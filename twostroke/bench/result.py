@@ -32,6 +32,7 @@ class Run:
         ms_per_step: wall time of a step, in milliseconds.
         gpu_active: share of the wall time in which the device (on a CPU: the compute worker) ran a step, 0 to 1.
         kernel_active: share of the time of steady steps in which a kernel ran, from a profiler, 0 to 1.
+        kernel_us, kernel_runs: microseconds and runs of each kernel in a steady step, from the same profiler.
         bytes_per_s: weights and KV cache that the steps had to read, over `seconds`.
         floor_seconds: the time that the ceilings of the machine allow.
         floor_share: `floor_seconds / seconds`.
@@ -51,6 +52,8 @@ class Run:
     ms_per_step: float | None = None
     gpu_active: float | None = None
     kernel_active: float | None = None
+    kernel_us: Mapping[str, float] | None = None
+    kernel_runs: Mapping[str, float] | None = None
     bytes_per_s: float | None = None
     floor_seconds: float | None = None
     floor_share: float | None = field(init=False)

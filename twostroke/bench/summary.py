@@ -17,6 +17,7 @@ FIGURES: dict[str, Callable[[Run], str | None]] = {
     "tokens/s": lambda run: f"{run.tokens_per_s:.1f}",
     "ms/step": lambda run: _number(run.ms_per_step, ".2f"),
     "active": lambda run: _number(run.gpu_active, ".1%"),
+    "kernels": lambda run: _number(run.kernel_active, ".1%"),
     "GB/s": lambda run: _number(run.bytes_per_s, ".0f", 1e-9),
     "floor s": lambda run: _number(run.floor_seconds, ".2f"),
     "of floor": lambda run: _number(run.floor_share, ".1%"),
@@ -72,6 +73,14 @@ def _extra(value: object) -> str | None:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.1f}" if isinstance(value, float) else None if value is None else str(value)
+
+
+def kernel_table(run: Run) -> Table | None:
+    """The kernels of a steady step, the longest first; None if they were not profiled."""
+    if run.kernel_us is None or run.kernel_runs is None:
+        return None
+    rows = [[name[:100], f"{us:.1f}", f"{run.kernel_runs[name]:.1f}"] for name, us in run.kernel_us.items()]
+    return Table(["kernel", "us per step", "runs per step"], rows)
 
 
 @dataclass(frozen=True)

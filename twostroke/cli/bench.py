@@ -12,7 +12,7 @@ from ..bench.options import BenchOptions
 from ..bench.peers import PEERS
 from ..bench.registry import BENCHMARKS, find
 from ..bench.result import Result
-from ..bench.summary import Table, compare, machine_of, table_of
+from ..bench.summary import Table, compare, kernel_table, machine_of, table_of
 from ..errors import InvalidConfig
 from .folders import make_folder
 from .table import print_table
@@ -40,6 +40,9 @@ def bench(
     max_step_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of one step; the benchmark's own number if not given.")
     ] = None,
+    kernels: Annotated[
+        bool, typer.Option(help="Also profile a window of steady steps, kernel by kernel; of the offline workloads.")
+    ] = False,
     price: Annotated[float, typer.Option(min=0, help="Of an hour of the GPU, in dollars; for --loop both.")] = 5.0,
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
@@ -62,6 +65,7 @@ def bench(
         slots=slots,
         deterministic=deterministic,
         max_step_tokens=max_step_tokens,
+        kernels=kernels,
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
     )
@@ -89,6 +93,10 @@ def _print_result(result: Result, price: float) -> None:
     if comparison is not None:
         typer.echo()
         _print_table(comparison.table())
+    for run in {run.loop: run for run in result.runs}.values():
+        if profiled := kernel_table(run):
+            typer.echo(f"\na steady step of the {run.loop} loop, kernel by kernel")
+            _print_table(profiled)
     for peer, failure in result.failures.items():
         typer.echo(f"\n{peer} failed: {failure}")
 

@@ -57,18 +57,29 @@ class DecodeTiles(NamedTuple):
     ahead: int
 
 
-def decode_tiles(capability: tuple[int, int], head_dim: int, dtype: torch.dtype) -> DecodeTiles:
+def is_crowded(lanes: int, kv_heads: int, processors: int) -> bool:
+    """Whether lanes alone fill a device of so many multiprocessors several times, so that few are shared out."""
+    return lanes * kv_heads > 4 * processors
+
+
+def decode_tiles(capability: tuple[int, int], head_dim: int, dtype: torch.dtype, *, crowded: bool) -> DecodeTiles:
     """Return the tiles for a compute capability.
 
-    Those of other than 9.0 are untuned and fit into 99 KiB of shared memory.
+    Those of 9.0 in 16 bits were measured, see bench/NOTES.md; the others are untuned and fit into 99 KiB of memory.
+
+    Args:
+        crowded: see `is_crowded`.
     """
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
+    ahead = 2 if capability >= (9, 0) else 0
+    if capability == (9, 0) and row_bytes <= 256 and dtype.itemsize == 2:
+        if crowded:
+            return DecodeTiles(32, warps=4, stages=5, programs=4, min_share=4, ahead=ahead)
+        return DecodeTiles(64, warps=8, stages=5, programs=2, min_share=4, ahead=ahead)
     # The float32 product has no tensor cores and holds its operands in registers: twice smaller tiles avoid spills.
     tile_bytes = 8192 if dtype.itemsize == 4 else 16384
     positions = max(16, min(64, tile_bytes // row_bytes))
-    stages = 4 if capability == (9, 0) and 2 * positions * row_bytes <= 32768 else 2
-    ahead = 2 if capability >= (9, 0) else 0
-    return DecodeTiles(positions, warps=4, stages=stages, programs=4, min_share=4, ahead=ahead)
+    return DecodeTiles(positions, warps=4, stages=2, programs=4, min_share=4, ahead=ahead)
 
 
 def extra_programs(kv_heads: int, processors: int, tiles: DecodeTiles) -> int:

@@ -14,6 +14,7 @@ from ..kernels.step import StepInputs
 from . import weights
 from .config import DecoderConfig
 from .linear import InvariantLinear, Linear
+from .thin import ThinDecoder
 
 
 class _Layer:
@@ -75,6 +76,7 @@ class Decoder:
             if config.tied
             else linear(config.hidden_size, config.vocab_size, False, dtype, device)
         )
+        self._thin: ThinDecoder | None = None
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self.weight_bytes = sum(tensor.nbytes for tensor in self._step_tensors())
 
@@ -93,6 +95,12 @@ class Decoder:
             for linear in block.linears:
                 linear.pack()
         self.head.pack()
+        if self._ops is ops:  # thin products sum in an order of their own
+            self._thin = ThinDecoder.made_for(self)
+
+    def norm_after(self, index: int) -> torch.Tensor:
+        """The weight of the norm behind layer `index`: the next layer's first, or the last one."""
+        return self.blocks[index + 1].attention_norm if index + 1 < len(self.blocks) else self.final_norm
 
     def unpack(self) -> None:
         """Undo `pack`."""
@@ -122,12 +130,13 @@ class Decoder:
 
         Nothing here waits for the device or has a shape that depends on data, so the pass can be captured.
         """
+        if self._thin is not None and self._thin.takes(step):
+            return self._thin.forward(step, attention)
         ops, eps = self._ops, self.config.norm_eps
         cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, self.embedding)
         normed = ops.rms_norm(residual, self.blocks[0].attention_norm, eps)
-        following = [block.attention_norm for block in self.blocks[1:]] + [self.final_norm]
-        for index, (block, next_norm) in enumerate(zip(self.blocks, following, strict=True)):
+        for index, block in enumerate(self.blocks):
             rotary = Rotary(cos, sin, block.q_norm, block.k_norm, eps)
             mixed = self._attend(index, normed, rotary, step, attention)
             if index == len(self.blocks) - 1 and step.sample_index is not None:
@@ -136,7 +145,7 @@ class Decoder:
                 residual = residual.index_select(0, step.sample_index)
             normed, residual = ops.add_rms_norm(block.output(mixed), residual, block.mlp_norm, eps)
             fed = block.down(ops.silu_mul(block.gate_up(normed)))
-            normed, residual = ops.add_rms_norm(fed, residual, next_norm, eps)
+            normed, residual = ops.add_rms_norm(fed, residual, self.norm_after(index), eps)
         return self.head(normed)
 
     def _attend(

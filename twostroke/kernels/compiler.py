@@ -31,13 +31,17 @@ def load_library(source: Path, target: str) -> ctypes.CDLL:
     """
     key = f"{source}:{target}"
     if key not in _loaded:
-        _loaded[key] = ctypes.CDLL(str(_compiled(source, target)))
+        try:
+            _loaded[key] = ctypes.CDLL(str(_compiled(source, target)))
+        except OSError as error:
+            raise CompilerMissing(f"{source.name} cannot be compiled or loaded: {error}") from error
     return _loaded[key]
 
 
 def _compiled(source: Path, target: str) -> Path:
     compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    fingerprint = hashlib.sha256(source.read_bytes() + f"{target} {torch.version.cuda}".encode()).hexdigest()[:16]
+    code = b"".join(path.read_bytes() for path in [source, *sorted(source.parent.glob("*.cuh"))])
+    fingerprint = hashlib.sha256(code + f"{target} {torch.version.cuda}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "kernels"
     library = folder / f"{source.stem}-{fingerprint}.so"
     if library.exists():
@@ -45,13 +49,13 @@ def _compiled(source: Path, target: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / library.name
-        code = f"arch=compute_{target},code=sm_{target}"
+        architecture = f"arch=compute_{target},code=sm_{target}"
         command = [
             compiler,
             "-O3",
             "-std=c++17",
             "-gencode",
-            code,
+            architecture,
             "-shared",
             "-Xcompiler",
             "-fPIC",

@@ -1,0 +1,175 @@
+"""Decode steps of few tokens: the decoder's part against its plain path on the CPU, the kernel itself on a GPU."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_decoder import CPU, MODELS, make_attention, make_step, random_tokens, save_random_model
+from torch.nn import functional
+
+import twostroke.kernels.thin_linear as thin_linear
+import twostroke.model.linear as linear
+from twostroke.kernels.compiler import CompilerMissing
+from twostroke.kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears, ThinWeight
+from twostroke.model.load import load_model
+from twostroke.model.thin import ThinDecoder
+
+EPS = 1e-5
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+
+
+class PlainLinears:
+    """What `ThinLinears` computes, in PyTorch; a residual's squares come in two parts."""
+
+    def __init__(self, eps):
+        self.eps = eps
+
+    def scaling(self, weight, bias=None):
+        return SimpleNamespace(weight=weight, bias=bias)
+
+    heading = gating = adding = scaling
+
+    def scaled(self, x, weight):
+        return functional.linear(self._normed(x), weight.weight, weight.bias)
+
+    def gated(self, x, weight):
+        gate, up = self.scaled(x, weight).chunk(2, 1)
+        return functional.silu(gate) * up
+
+    def residual(self, x, weight, residual, norm):
+        total = residual + functional.linear(x, weight.weight)
+        squares = torch.stack([half.square().sum(1) for half in total.chunk(2, 1)])
+        return Scaled(total, total * norm, squares)
+
+    def _normed(self, x):
+        if x.squares is None:
+            return x.values
+        return x.values * torch.rsqrt(x.squares.sum(0) / x.values.shape[1] + self.eps)[:, None]
+
+
+@pytest.fixture(params=["llama", "llama-tied", "mistral-window", "qwen2", "qwen3"])
+def model(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "pack_weight", lambda weight: None)
+    save_random_model(MODELS[request.param], tmp_path)
+    return load_model(tmp_path, impl="native", device=CPU).model
+
+
+def test_thin_steps_give_the_logits_of_the_plain_path(model):
+    prompt, following = random_tokens(9, seed=1), random_tokens(3, seed=2)
+    thin = ThinDecoder(model, PlainLinears(model.config.norm_eps))
+    with torch.inference_mode():
+        logits = []
+        for forward in (model.forward, thin.forward):
+            attention = make_attention(model)
+            model.forward(make_step(model, [], [(0, 0, prompt), (2, 0, prompt[:4])]), attention)
+            steps = [make_step(model, [(0, 9 + i, token), (2, 4 + i, token)], []) for i, token in enumerate(following)]
+            assert all(thin.takes(step) for step in steps)
+            logits.append(torch.cat([forward(step, attention) for step in steps]))
+    assert logits[0].std() > 0.3
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_only_steps_of_few_lanes_are_thin(model):
+    lanes = [(0, 0, 1)] * MAX_TOKENS
+    assert ThinDecoder.takes(make_step(model, lanes, []))
+    assert not ThinDecoder.takes(make_step(model, [*lanes, (0, 0, 1)], []))
+    assert not ThinDecoder.takes(make_step(model, [(0, 0, 1)], [(1, 0, [2])]))
+    assert not ThinDecoder.takes(make_step(model, [(0, 0, 1)], [], sample_index=[0]))
+
+
+def test_no_thin_steps_on_a_cpu(model):
+    assert ThinDecoder.made_for(model) is None
+
+
+def test_a_missing_compiler_leaves_the_plain_path_and_says_so(model, monkeypatch, caplog):
+    def missing(*_):
+        raise CompilerMissing("no CUDA compiler (nvcc) was found")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("twostroke.model.thin.ThinLinears", missing)
+    monkeypatch.setattr(ThinWeight, "fits", staticmethod(lambda weight, gated=False: True))
+    model.device = torch.device("cuda")
+    assert ThinDecoder.made_for(model) is None
+    assert "nvcc" in caplog.text
+
+
+def test_weights_that_fit():
+    def fits(rows, columns, dtype=torch.bfloat16, gated=False):
+        return ThinWeight.fits(torch.empty(rows, columns, dtype=dtype, device="meta"), gated=gated)
+
+    assert fits(4096, 4096)
+    assert fits(2 * 14336, 4096, gated=True)
+    assert not fits(4096, 4096, torch.float32)
+    assert not fits(4100, 4096)
+    assert not fits(4096, 4100)
+    assert not fits(4104, 4096, gated=True)
+    assert not fits(4096, 64)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs the CUDA compiler")
+def test_the_source_compiles(tmp_path):
+    source = Path(thin_linear.__file__).with_suffix(".cu")
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-gencode",
+        "arch=compute_90a,code=sm_90a",
+        "-cubin",
+        "-o",
+        tmp_path / "thin",
+        source,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+
+
+def bf16(*shape, scale=1.0):
+    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+def ratio(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("tokens", [1, 7, 32, 33, 64])
+def test_products_are_right_and_the_same_in_every_run(tokens):
+    """Shapes that do not divide into tiles or slices too; every output starts as NaN."""
+    torch.manual_seed(tokens)
+    linears = ThinLinears(torch.device("cuda"), EPS)
+    for hidden, rows in ((1024, 4096), (1000, 1176), (4096, 6144)):
+        h, norm, wide = bf16(tokens, hidden), bf16(hidden), bf16(tokens, rows // 2)
+        into, bias, gate_up, out = (bf16(rows, hidden, scale=0.03), bf16(rows), bf16(rows, hidden, scale=0.03),
+                                    bf16(hidden, rows // 2, scale=0.03))  # fmt: skip
+
+        def run(h=h, norm=norm, wide=wide, into=into, bias=bias, gate_up=gate_up, out=out):
+            x = linears.residual(wide, linears.adding(out), h, norm)
+            scaled = [linears.scaled(x, made(into)) for made in (linears.scaling, linears.heading)]
+            return (
+                *x,
+                *scaled,
+                linears.scaled(x, linears.scaling(into, bias)),
+                linears.gated(x, linears.gating(gate_up)),
+            )
+
+        first = run()
+        total = h.double() + wide.double() @ out.double().T
+        normed = total * torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * norm.double()
+        gate, up = (normed @ gate_up.double().T).chunk(2, 1)
+        plain = normed @ into.double().T
+        wanted = (total, total * norm.double(), None, plain, plain, plain + bias.double(), functional.silu(gate) * up)
+        for got, want in zip(first, wanted, strict=True):
+            assert want is None or ratio(got, want) < 8e-3
+        assert ratio(first[2].sum(0), total.square().sum(1)) < 8e-3
+        for _ in range(50):
+            assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))

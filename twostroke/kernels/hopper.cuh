@@ -1,0 +1,114 @@
+// What compute capability 9.0 has and C++ has no words for: barriers in shared memory, clusters, the tensor memory
+// accelerator, warp group products, programmatic dependent launch.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace {
+
+__device__ __forceinline__ uint32_t address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// The same place in the shared memory of block `rank` of the cluster.
+__device__ __forceinline__ uint32_t address_in(uint32_t local, int rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(local), "r"(rank));
+    return there;
+}
+
+__device__ __forceinline__ void prepare(uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(uint64_t* barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n}\n" ::"r"(address(barrier)), "r"(parity) : "memory");
+}
+
+// Blocks of a cluster meet. Once barriers are prepared and fenced, there is no other memory to order.
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_input() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+__device__ __forceinline__ uint64_t read_once_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int k, int row, uint64_t* barrier,
+                                             uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
+        "[%2], %5;" ::"r"(address(to)),
+        "l"(map), "r"(address(barrier)), "r"(k), "r"(row), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int k, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            address(to)),
+        "l"(map), "r"(address(barrier)), "r"(k), "r"(0) : "memory");
+}
+
+// How the matrix unit finds a matrix in shared memory, rows of 64 numbers, swizzled by 128 bytes, eight rows apart 1 KB.
+__device__ __forceinline__ uint64_t describe(const void* matrix) {
+    constexpr uint64_t swizzled = uint64_t(1) << 62, eight_rows = uint64_t(1024 >> 4) << 32, unused = uint64_t(1) << 16;
+    return swizzled | eight_rows | unused | (address(matrix) & 0x3FFFF) >> 4;
+}
+
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+#define NUMBERS_32                                                                                         \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NUMBERS_48 NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NUMBERS_56 NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define SUMS_8(i)                                                                                              \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
+        "+f"(c[i + 7])
+#define SUMS_32 SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24)
+#define SUMS_48 SUMS_32, SUMS_8(32), SUMS_8(40)
+#define SUMS_56 SUMS_48, SUMS_8(48)
+#define MULTIPLY(rows, numbers, sums, x_at, w_at, add_at)                                                              \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" rows        \
+                 "k16.f32.bf16.bf16 {" numbers "}, " x_at ", " w_at ", add, 1, 1, 0, 0;\n}\n"                          \
+                 : sums                                                                                                \
+                 : "l"(x), "l"(w), "r"(add))
+
+// c[t, n] = (add ? c[t, n] : 0) + sum over 16 k of x[t, k] * w[n, k], for 64 t.
+__device__ __forceinline__ void multiply(float (&c)[32], uint64_t x, uint64_t w, int add) {
+    MULTIPLY("64", NUMBERS_32, SUMS_32, "%32", "%33", "%34");
+}
+__device__ __forceinline__ void multiply(float (&c)[48], uint64_t x, uint64_t w, int add) {
+    MULTIPLY("96", NUMBERS_48, SUMS_48, "%48", "%49", "%50");
+}
+__device__ __forceinline__ void multiply(float (&c)[56], uint64_t x, uint64_t w, int add) {
+    MULTIPLY("112", NUMBERS_56, SUMS_56, "%56", "%57", "%58");
+}
+
+// Sends two numbers to a place in another block's shared memory; that block's barrier counts their bytes.
+__device__ __forceinline__ void send(uint32_t to, float first, float second, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier) : "memory");
+}
+
+}  // namespace

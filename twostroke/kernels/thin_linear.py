@@ -1,0 +1,242 @@
+"""Linear layers for the few tokens of a decode step: CUDA C++ for compute capability 9.0, see `thin_linear.cu`."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .compiler import load_library
+
+MAX_TOKENS = 64
+SLICE = 64
+CLUSTER = 2
+MIN_COLUMNS = SLICE * CLUSTER
+TILES = (112, 96, 64)
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_TARGET = "90a"
+_MAP_BYTES = 128
+_ALIGNMENT = 64
+_TRIGGER = 8
+"""Stages before its last one at which a block lets the next product start; measured, see bench/NOTES.md."""
+
+
+class Epilogue(IntEnum):
+    """What is done to a product's sums: scaled by the norm of its input, added to the residual, or gated."""
+
+    SCALE = 0
+    RESIDUAL = 1
+    SILU = 2
+
+
+class Kind(IntEnum):
+    """How much of a multiprocessor a block takes, see the source."""
+
+    MANY_BYTES = 0
+    MANY_REGISTERS = 1
+    TWO = 2
+
+
+class Scaled(NamedTuple):
+    """A residual on its way through a norm: norm(residual)[t] = values[t] / sqrt(sum(squares[:, t]) / N + eps).
+
+    Attributes:
+        residual: bf16 [T, N].
+        values: bf16 [T, N], residual x weight of the norm.
+        squares: float32 [parts, T], sums of squares of the residual's parts; None: values are the norm's result.
+    """
+
+    residual: torch.Tensor
+    values: torch.Tensor
+    squares: torch.Tensor | None
+
+
+class _Product(ctypes.Structure):
+    """`Product` of the source."""
+
+    _fields_ = [
+        ("w", ctypes.c_char * _MAP_BYTES),
+        ("x", ctypes.c_char * _MAP_BYTES),
+        *((name, ctypes.c_int) for name in ("epilogue", "tiles", "slices", "tokens", "rows", "out_stride")),
+        *((name, ctypes.c_int) for name in ("second_half", "in_parts")),
+        ("in_mean_factor", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("trigger", ctypes.c_int),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("in_squares", "bias", "out", "residual", "norm", "scaled", "out_squares")
+        ),
+        ("_padding", ctypes.c_char * 24),
+    ]
+
+
+@dataclass(frozen=True)
+class ThinWeight:
+    """A weight that thin products multiply with, made by `ThinLinears`.
+
+    Attributes:
+        weight: bf16 [N, K], contiguous. With the epilogue SILU, its first half are gate rows, its second half up rows.
+        bias: bf16 [N], or None.
+        tile: rows of a tile. tiles: their number. clusters: pairs of blocks that share them.
+        map: how the tensor memory accelerator reads it.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    epilogue: Epilogue
+    kind: Kind
+    tile: int
+    tiles: int
+    clusters: int
+    map: ctypes.Array[ctypes.c_char]
+
+    @staticmethod
+    def fits(weight: torch.Tensor, *, gated: bool = False) -> bool:
+        """Whether there is a thin product with `weight`."""
+        rows, columns = weight.shape
+        whole = rows % (16 if gated else 8) == 0
+        return weight.dtype == torch.bfloat16 and whole and columns % 8 == 0 and columns >= MIN_COLUMNS
+
+
+class ThinLinears:
+    """Launches thin products: at most `MAX_TOKENS` tokens, bf16, each free to start before the kernel ahead has ended.
+
+    Args:
+        device: a GPU of compute capability 9.0.
+        eps: of all norms.
+
+    Raises:
+        CompilerMissing: the kernel cannot be compiled here.
+    """
+
+    def __init__(self, device: torch.device, eps: float) -> None:
+        self._library = load_library(_SOURCE, _TARGET)
+        if self._library.product_bytes() != ctypes.sizeof(_Product):
+            raise RuntimeError(f"a product has {self._library.product_bytes()} bytes, not {ctypes.sizeof(_Product)}")
+        self._device = device
+        self._eps = eps
+
+    def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ThinWeight:
+        """A weight for `scaled`, in the middle of a layer."""
+        return self._weight(weight, bias, Epilogue.SCALE, Kind.MANY_REGISTERS)
+
+    def heading(self, weight: torch.Tensor) -> ThinWeight:
+        """A weight for `scaled`, of a large product that no other follows."""
+        return self._weight(weight, None, Epilogue.SCALE, Kind.TWO)
+
+    def gating(self, weight: torch.Tensor) -> ThinWeight:
+        """A weight for `gated`."""
+        return self._weight(weight, None, Epilogue.SILU, Kind.MANY_REGISTERS)
+
+    def adding(self, weight: torch.Tensor) -> ThinWeight:
+        """A weight for `residual`."""
+        return self._weight(weight, None, Epilogue.RESIDUAL, Kind.MANY_BYTES)
+
+    def scaled(self, x: Scaled, weight: ThinWeight) -> torch.Tensor:
+        """Return norm(x) @ weight.T + bias, bf16 [T, N]."""
+        return self._normed(x, weight, weight.weight.shape[0])
+
+    def gated(self, x: Scaled, weight: ThinWeight) -> torch.Tensor:
+        """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), bf16 [T, N / 2]."""
+        return self._normed(x, weight, weight.weight.shape[0] // 2)
+
+    def residual(self, x: torch.Tensor, weight: ThinWeight, residual: torch.Tensor, norm: torch.Tensor) -> Scaled:
+        """Return residual + x @ weight.T, scaled by the weight of the next norm.
+
+        Args:
+            x: bf16 [T, K], contiguous.
+            residual: bf16 [T, N].
+            norm: bf16 [N].
+        """
+        rows = weight.weight.shape[0]
+        squares = torch.empty(weight.tiles, x.shape[0], dtype=torch.float32, device=x.device)
+        made = Scaled(_output(x, rows), _output(x, rows), squares)
+        product = self._product(x, weight, made.residual)
+        product.residual = residual.data_ptr()
+        product.norm = norm.data_ptr()
+        product.scaled = made.values.data_ptr()
+        product.out_squares = squares.data_ptr()
+        self._launch(product, weight)
+        return made
+
+    def _weight(self, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue, kind: Kind) -> ThinWeight:
+        rows = weight.shape[0]
+        tiles_of_kind = TILES if kind != Kind.MANY_BYTES else TILES[-1:]
+        clusters = {tile: self._clusters(tile, kind, epilogue) for tile in tiles_of_kind}
+        tile = min(clusters, key=lambda tile: math.ceil(math.ceil(rows / tile) / clusters[tile]) * tile)
+        tiles = math.ceil(rows / tile)
+        described = _describe(weight, tile // 2)
+        return ThinWeight(weight, bias, epilogue, kind, tile, tiles, min(clusters[tile], tiles), described)
+
+    def _clusters(self, tile: int, kind: Kind, epilogue: Epilogue) -> int:
+        """Return how many pairs of blocks run at once."""
+        with torch.cuda.device(self._device):
+            clusters: int = self._library.clusters_at_once(tile, kind, epilogue)
+        if clusters <= 0:
+            raise RuntimeError(f"thin_linear: occupancy failed with CUDA error {-clusters}")
+        return clusters
+
+    def _normed(self, x: Scaled, weight: ThinWeight, columns: int) -> torch.Tensor:
+        out = _output(x.values, columns)
+        product = self._product(x.values, weight, out)
+        if x.squares is not None:
+            product.in_squares = x.squares.data_ptr()
+            product.in_parts = x.squares.shape[0]
+        product.in_mean_factor = 1.0 / weight.weight.shape[1]
+        if weight.bias is not None:
+            product.bias = weight.bias.data_ptr()
+        self._launch(product, weight)
+        return out
+
+    def _product(self, x: torch.Tensor, weight: ThinWeight, out: torch.Tensor) -> _Product:
+        rows, columns = weight.weight.shape
+        product = _aligned(_Product)
+        product.epilogue = weight.epilogue
+        product.tiles, product.slices = weight.tiles, math.ceil(columns / SLICE)
+        product.tokens, product.rows, product.out_stride = x.shape[0], out.shape[1], out.shape[1]
+        product.second_half = rows // 2
+        product.eps = self._eps
+        product.trigger = _TRIGGER
+        product.out = out.data_ptr()
+        ctypes.memmove(ctypes.addressof(product), weight.map, _MAP_BYTES)
+        ctypes.memmove(ctypes.addressof(product) + _MAP_BYTES, _describe(x, 32 if x.shape[0] <= 32 else 64), _MAP_BYTES)
+        return product
+
+    def _launch(self, product: _Product, weight: ThinWeight) -> None:
+        """Queue a product on the current stream."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        shape = (weight.tile, int(weight.kind), weight.clusters)
+        _check(self._library.launch_product(ctypes.byref(product), *shape, stream), "launch")
+
+
+def _output(x: torch.Tensor, columns: int) -> torch.Tensor:
+    return torch.empty(x.shape[0], columns, dtype=torch.bfloat16, device=x.device)
+
+
+def _aligned(kind: type) -> _Product:
+    """Return a zeroed structure at an address that the tensor maps in it may have."""
+    raw = ctypes.create_string_buffer(ctypes.sizeof(kind) + _ALIGNMENT)
+    return kind.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)  # type: ignore[attr-defined]
+
+
+def _describe(matrix: torch.Tensor, box_rows: int) -> ctypes.Array[ctypes.c_char]:
+    """Return the tensor memory accelerator's map of a bf16 matrix."""
+    raw = ctypes.create_string_buffer(_MAP_BYTES + _ALIGNMENT)
+    made = (ctypes.c_char * _MAP_BYTES).from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
+    rows, columns = matrix.shape
+    library = load_library(_SOURCE, _TARGET)
+    pointer = ctypes.c_void_p(matrix.data_ptr())
+    sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows))
+    _check(library.describe_matrix(made, pointer, *sizes), "describe")
+    return made
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise RuntimeError(f"thin_linear: {what} failed with CUDA error {code}")
