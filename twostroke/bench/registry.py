@@ -51,6 +51,7 @@ BENCHMARKS = {
     for benchmark in (
         Benchmark("cpu-demo", "SmolLM2 on the CPU, 8 prompts x 64 tokens, beside transformers", "cpu_demo", 3),
         Benchmark("cpu-step", "the CPU's part of a steady decode step; the device's work is stubbed", "cpu_step", 3),
+        Benchmark("admission", "100,000 requests through the queue; the device's work is stubbed", "admission", 3),
         Benchmark("article", "8B shape, 32 requests, prompt 128, 8,192 tokens each", "offline", 1),
         Benchmark("article-512", "8B shape, 32 requests, prompt 128, 512 tokens each", "offline", 3),
         Benchmark("rollouts-1024", "8B shape, 32 requests, prompt 256, 1,024 tokens each", "offline", 3),
