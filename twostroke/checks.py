@@ -21,9 +21,10 @@ def is_listed(value: object) -> bool:
 
 def require_number(name: str, value: object) -> float:
     """Return `value` as a float, or raise `InvalidRequest` that names the parameter and the value."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    # NOTE: the plain types first, since a look into the abstract ones takes microseconds.
+    if type(value) in (float, int) or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
         with contextlib.suppress(OverflowError):  # an integer beyond all floats
-            number = float(value)
+            number = float(value)  # type: ignore[arg-type]
             if math.isfinite(number):
                 return number
     raise InvalidRequest(f"{name}={shown(value)} must be a finite number")
@@ -40,7 +41,7 @@ def require_within(name: str, value: object, low: float, high: float, *, open_lo
 
 def require_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> int:
     """Return `value` as an int, or raise `InvalidRequest` that names the parameter, the value and the range."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise InvalidRequest(f"{name}={shown(value)} must be an integer")
     number = int(value)
     if low is not None and number < low:

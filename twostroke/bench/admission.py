@@ -3,14 +3,14 @@
 All else is real: requests are checked and made by the front, go through the inbox into the queue, get a row and a step
 from the scheduler, and their outputs go through delivery. Each has a prompt of its own, and one token to generate.
 
-    submit_per_s      from `Front.submit` to the queue
-    admit_per_s       from the queue through a row, a plan, its commit and delivery to the output
-    bytes_per_request all that the process holds for a request that waits: handle, sample, request, prompt, queue entry
+    submit_per_s       from `Front.submit` to the queue
+    admit_per_s        from the queue to a row and into a plan, with all that makes room for it: commit and release
+    submit_us, admit_us  the same per request, in CPU time of the caller's and of the loop's thread
+    bytes_per_request  all that the process holds for a request that waits: handle, sample, request, prompt, queue entry
 """
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +27,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.delivery import Delivery
 from ..text.handle import Handle
+from .cpu_step import now
 from .options import BenchOptions
 from .result import Result, Run
 
@@ -69,19 +70,22 @@ def measure_seconds(requests: int, extra: dict[str, Any]) -> Run:
     """Submit so many requests, then run them all."""
     desk = Desk()
     try:
-        began = time.perf_counter()
+        moments = [now()]
         handles = desk.submit(requests)
-        queued = time.perf_counter()
+        moments.append(now())
         desk.run()
+        moments.append(now())
         for handle in handles:
             handle.result()
-        ended = time.perf_counter()
     finally:
         desk.close()
-    rates = {"submit_per_s": requests / (queued - began), "admit_per_s": requests / (ended - queued)}
-    return Run(
-        engine="twostroke", loop=None, seconds=ended - began, tokens=requests, waiting=requests, extra=rates | extra
-    )
+    figures: dict[str, Any] = {}
+    for name, begin, end in zip(("submit", "admit"), moments, moments[1:], strict=False):
+        figures[f"{name}_per_s"] = requests / (end.wall - begin.wall) * 1e9
+        figures[f"{name}_us"] = (end.cpu - begin.cpu) / requests * 1e-3
+    seconds = (moments[-1].wall - moments[0].wall) * 1e-9
+    extra = figures | extra
+    return Run(engine="twostroke", loop=None, seconds=seconds, tokens=requests, waiting=requests, extra=extra)
 
 
 class Desk:

@@ -117,7 +117,8 @@ class Draft:
             lane_rows=lane_rows,
             chunks=_frozen(np.array(self._chunks, np.int32)) if self._chunks else NO_CHUNKS,
             prompt_tokens=_joined(self._pieces, NO_TOKENS),
-            joins=_joined(self._joins, NO_JOINS),
+            # NOTE: numpy would compare the records' types anew for each of them.
+            joins=np.frombuffer(b"".join(record.data for record in self._joins), ROW_RECORD) if self._joins else NO_JOINS,
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
             ledgers=_joined(self._ledgers, NO_LEDGERS),
