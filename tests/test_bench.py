@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from twostroke import Engine, InvalidConfig, SamplingParams, TwostrokeError
-from twostroke.bench import cpu_demo, registry
+from twostroke.bench import admission, cpu_demo, registry
 from twostroke.bench.measure import measure
 from twostroke.bench.options import BenchOptions
 from twostroke.bench.result import Result, Run, compared
@@ -224,3 +224,12 @@ def test_the_demo_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("async", {"impl": "auto"}), ("async", {"impl": "auto", "deterministic": True})]
     assert [run.case for run in found.runs] == ["auto", "deterministic"]
     assert found.runs[0].relative == 1.0
+
+
+def test_admission_takes_every_request_through_the_queue(monkeypatch) -> None:
+    monkeypatch.setattr(admission, "REQUESTS", 700)
+    result = admission.run("admission", BenchOptions(repetitions=1), lambda line: None)
+    (run,) = result.runs
+    assert (run.tokens, run.waiting, run.loop) == (700, 700, None)
+    assert 500 < run.extra["bytes_per_request"] < 10_000
+    assert all(run.extra[name] > 0 for name in ("submit_per_s", "submit_us", "admit_per_s", "admit_us"))

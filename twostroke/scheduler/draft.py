@@ -118,7 +118,9 @@ class Draft:
             chunks=_frozen(np.array(self._chunks, np.int32)) if self._chunks else NO_CHUNKS,
             prompt_tokens=_joined(self._pieces, NO_TOKENS),
             # NOTE: numpy would compare the records' types anew for each of them.
-            joins=np.frombuffer(b"".join(record.data for record in self._joins), ROW_RECORD) if self._joins else NO_JOINS,
+            joins=np.frombuffer(b"".join(record.data for record in self._joins), ROW_RECORD)
+            if self._joins
+            else NO_JOINS,
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
             ledgers=_joined(self._ledgers, NO_LEDGERS),
