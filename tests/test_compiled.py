@@ -53,8 +53,6 @@ def compiled_model(config: dict) -> TransformersModel:
 def test_equal_layers_are_compiled_once_for_many_tokens_and_once_for_one(family, backend):
     config = deep(family)
     a, b = sequences()
-    if family == "gpt2":
-        config["scale_attn_by_inverse_layer_idx"] = False
     model = compiled_model(config)
     # Some layers get their first input from an embedding with other strides, or see one more kind of it.
     assert 2 <= backend.graphs <= 3
@@ -158,3 +156,21 @@ def check_eager(model: TransformersModel) -> None:
     with torch.no_grad():
         expected = plain(FAMILIES["llama"])(input_ids=torch.tensor([a]), use_cache=False).logits[0]
     torch.testing.assert_close(Batch(model).step(chunks=[(0, 0, a)]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_more_kinds_of_layers_than_torch_keeps_graphs_for_are_not_compiled(backend, log, monkeypatch):
+    """Each layer scales its output otherwise, so that no two share a graph."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    own = LlamaDecoderLayer.forward
+
+    def scaled(self, *arguments, **options):
+        return own(self, *arguments, **options) * (1 + self.self_attn.layer_idx / 64)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
+    config = FAMILIES["llama"] | {"num_hidden_layers": 12}
+    model = compiled_model(config)
+    assert len(log()) == 1
+    assert log()[0].startswith("llama: not compiled: FailOnRecompileLimitHit")
+    a, _ = sequences()
+    torch.testing.assert_close(Batch(model).step(chunks=[(0, 0, a)]), Batch(adapted(config)).step(chunks=[(0, 0, a)]))
