@@ -16,6 +16,7 @@ from ..request import Request, Sample
 
 if TYPE_CHECKING:
     from .batch import Batch
+    from .draft import Draft
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -164,11 +165,11 @@ class HeldRows:
                     batch.ready.pop(row, None)
                     self.paused[row] = None
 
-    def positions(self, sampled: Sequence[np.ndarray]) -> np.ndarray:
-        """Which sampled positions of a step, given as arrays of their rows, are held: int32 [H]."""
+    def positions(self, lanes: np.ndarray, draft: Draft) -> np.ndarray:
+        """Which sampled positions of a step are held: int32 [H]. `lanes` are the rows in lanes, intp [L]."""
         if not self.count:
             return NO_POSITIONS
-        rows = np.concatenate(sampled)
+        rows = np.concatenate([lanes, draft.sampling_rows()])
         held = np.flatnonzero(self._batch.rows.launched[rows] >= self._since[rows]).astype(np.int32)
         held.flags.writeable = False
         return held

@@ -93,7 +93,7 @@ class Planner:
             return None
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
-        held = self.batch.held.positions([self.lanes.index, draft.sampling_rows()])
+        held = self.batch.held.positions(self.lanes.index, draft)
         features = self.rows.features.union | (Feature.HELD if len(held) else NO_FEATURES)
         plan = draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features, held)
         self.batch.held.launched(plan)
