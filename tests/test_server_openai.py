@@ -327,6 +327,38 @@ def test_formats(client):
         check("".join(chunk.choices[0].delta.content or "" for chunk in stream))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client, local, stream):
+    """E05, E08: raw, each beside its own token, with the most likely ones."""
+    expected = local.generate([CHAT, "Once"], params(temperature=0.5, seed=3, max_tokens=9, logprobs=3))
+    fields = {"model": MODEL, "temperature": 0.5, "seed": 3, "max_tokens": 9, "stream": stream}
+    got = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=3, **fields, extra_body=EXTRA)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    shown = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
+    assert [one.logprob for one in shown] == pytest.approx([one.logprob for one in expected[0].logprobs], abs=1e-4)
+    assert b"".join(bytes(one.bytes) for one in shown).decode(errors="replace") == expected[0].text
+    for one, true in zip(shown, expected[0].logprobs, strict=True):
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(list(true.top.values()), abs=1e-4)
+        assert one.token == local.tokenizer.decode([true.token_id], skip_special_tokens=False)
+    got = client.completions.create(prompt="Once", logprobs=3, **fields, extra_body={"ignore_eos": True})
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    shown = [choice.logprobs for choice in choices if choice.logprobs]
+    values = [value for one in shown for value in one.token_logprobs]
+    assert values == pytest.approx([one.logprob for one in expected[1].logprobs], abs=1e-4)
+    tokens = [token for one in shown for token in one.tokens]
+    offsets = [offset for one in shown for offset in one.text_offset]
+    assert offsets == [len("".join(tokens[:place])) for place in range(9)]
+    assert all(len(top) == 3 for one in shown for top in one.top_logprobs)
+
+
+def test_the_best_of_several(client, local):
+    expected = local.generate("Once", params(seed=3, max_tokens=9, n=2, best_of=5))[0].outputs
+    got = client.completions.create(
+        model=MODEL, prompt="Once", seed=3, max_tokens=9, n=2, best_of=5, extra_body={"ignore_eos": True}
+    )
+    assert [choice.text for choice in got.choices] == [sample.text for sample in expected]
+
+
 def test_models(client):
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "twostroke"

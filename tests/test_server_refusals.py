@@ -72,6 +72,10 @@ BAD_FIELDS = [
     (TEXT, "stop", ["a"] * 65, ""),
     (TEXT, "stop", [None], ""),
     (TEXT, "stop_token_ids", [49152], ""),
+    (TEXT, "best_of", 0, ""),
+    (TEXT, "logprobs", 21, ""),
+    (CHAT, "logprobs", 1, ""),
+    (CHAT, "top_logprobs", 1, "without logprobs"),
     (TEXT, "n", 0, "G01"),
     (TEXT, "n", 2**60, "G01"),
     (TEXT, "stream", "yes", ""),
@@ -108,10 +112,11 @@ UNSUPPORTED = [
         "prediction": {"type": "content"}, "reasoning_effort": "high", "verbosity": "low", "store": True,
         "web_search_options": {}, "metadata": {"a": "b"}, "prompt_cache_retention": "24h", "service_tier": "flex",
     }.items()),
-    *((TEXT, field, value) for field, value in {"suffix": "end", "best_of": 3}.items()),
+    *((TEXT, field, value) for field, value in {"suffix": "end", "prompt_logprobs": 1}.items()),
     *((RESPONSES, field, value) for field, value in {
         "background": True, "include": ["x"], "previous_response_id": "resp_1", "conversation": "c", "prompt": {},
-        "max_tool_calls": 1, "n": 2, "truncation": "auto", "max_tokens": 3,
+        "max_tool_calls": 1, "n": 2, "best_of": 2, "logprobs": 1, "top_logprobs": 1,
+        "truncation": "auto", "max_tokens": 3,
     }.items()),
 ]  # fmt: skip
 
@@ -166,6 +171,12 @@ def test_two_names_of_one_limit(server):
     check(server.post(CHAT, LEAST[CHAT] | {"max_completion_tokens": 3}), "max_tokens")
     only = {"messages": USER, "max_completion_tokens": 0}
     assert "max_completion_tokens=0" in check(server.post(CHAT, only), "max_completion_tokens")["message"]
+
+
+def test_what_does_not_go_together(server):
+    check(server.post(TEXT, LEAST[TEXT] | {"best_of": 3, "stream": True}), "best_of")
+    check(server.post(TEXT, LEAST[TEXT] | {"echo": True, "logprobs": 1}), "logprobs")
+    check(server.post(CHAT, LEAST[CHAT] | {"logprobs": True, "top_logprobs": 21}), "top_logprobs")
 
 
 def test_two_ways_to_ask_for_a_format(server):

@@ -18,6 +18,7 @@ from .fields import StreamingFields
 from .formats import ChatFormat, with_format
 from .generation import respond
 from .http_errors import ApiError, refusals
+from .logprobs import LogprobWriter
 from .schema import Strict, WireInt, request_body, sampling_params, unsupported
 from .service import Service
 
@@ -45,8 +46,6 @@ class Message(_MessageUnsupported, Strict):  # type: ignore[misc, valid-type]
 
 
 _Unsupported = unsupported(
-    logprobs=(False,),
-    top_logprobs=(0,),
     audio=(),
     function_call=("none", "auto"),
     functions=([],),
@@ -65,23 +64,29 @@ class ChatRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-ty
     messages: list[Message]
     max_completion_tokens: WireInt | None = None
     response_format: ChatFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: WireInt | None = None
 
     def params(self) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ApiError(400, "max_tokens and max_completion_tokens are the same: give one", param="max_tokens")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         structured = self.response_format.structured() if self.response_format else None
         shape = with_format("response_format", structured, self.structured)
-        return sampling_params(self, max_tokens=limit, **shape)
+        return sampling_params(self, max_tokens=limit, logprobs=logprobs, **shape)
 
 
 class ChatAnswer:
     """A chat completion, of which each choice is one sample."""
 
-    def __init__(self, body: ChatRequest, model: str) -> None:
+    def __init__(self, body: ChatRequest, model: str, logprobs: LogprobWriter) -> None:
         self._body = body
         self._model = model
+        self._logprobs = logprobs
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [self._choice(place, sample) for place, sample in enumerate(samples(outputs))]
@@ -89,7 +94,9 @@ class ChatAnswer:
 
     def _choice(self, index: int, output: SampleOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text or "", "refusal": None}
-        choice = {"index": index, "message": message, "logprobs": None, "finish_reason": finish(output.finish_reason)}
+        logprobs = self._logprobs.for_chat(output.logprobs)
+        reason = finish(output.finish_reason)
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return choice | ({"token_ids": output.token_ids} if self._body.return_token_ids else {})
 
     async def events(self, call: Call) -> AsyncIterator[bytes]:
@@ -108,7 +115,8 @@ class ChatAnswer:
 
     def _piece(self, index: int, delta: Delta) -> dict[str, Any]:
         content = {"content": delta.text} if delta.text else {}
-        piece = {"index": index, "delta": content, "logprobs": None, "finish_reason": finish(delta.finish_reason)}
+        logprobs = self._logprobs.for_chat(delta.logprobs)
+        piece = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish(delta.finish_reason)}
         return piece | ({"token_ids": delta.token_ids} if self._body.return_token_ids else {})
 
 
@@ -118,10 +126,15 @@ def add_chat(router: APIRouter, service: Service) -> None:
         """Answer a chat."""
         body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
         service.check_model(body.model)
-        body.check_stream_options()
+        body.check_stream()
         params = body.params()
-        names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        with refusals(**names, **({} if body.response_format is None else {"structured": "response_format"})):
+        names = {"logprobs": "top_logprobs"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if body.response_format is not None:
+            names["structured"] = "response_format"
+        with refusals(**names):
             prompt = await service.encode_chat([message.for_template() for message in body.messages])
             call = await service.start([prompt], [params])
-        return await respond(request, call, ChatAnswer(body, service.settings.model_name), stream=bool(body.stream))
+        answer = ChatAnswer(body, service.settings.model_name, service.logprobs)
+        return await respond(request, call, answer, stream=bool(body.stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from ..sampling_params import SamplingParams
-from ..text.output import Delta, RequestOutput
+from ..text.output import Delta, RequestOutput, SampleOutput
 from .answers import finish, head, usage
 from .call import Call, samples
 from .connection import read_body
@@ -19,6 +20,7 @@ from .event_stream import DONE, event
 from .fields import StreamingFields
 from .generation import respond
 from .http_errors import ApiError, refusals
+from .logprobs import LogprobWriter
 from .schema import request_body, sampling_params, unsupported
 from .service import Service
 
@@ -26,10 +28,12 @@ DEFAULT_MAX_TOKENS = 16
 """As in OpenAI's API."""
 
 
+_NOTHING = Delta("", [])
+
 TokenId = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Any number that an array can hold; whether the model knows it is checked there."""
 
-_Unsupported = unsupported(logprobs=(), suffix=("",))
+_Unsupported = unsupported(suffix=("",))
 
 
 class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-type]
@@ -49,7 +53,10 @@ class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, va
         return [self.prompt] if isinstance(first, int) else self.prompt  # type: ignore[return-value]
 
     def params(self) -> SamplingParams:
-        return sampling_params(self, max_tokens=DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens)
+        if self.echo and self.logprobs is not None:
+            raise ApiError(400, f"logprobs={self.logprobs} is not supported with echo", param="logprobs")
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return sampling_params(self, max_tokens=limit, best_of=None if self.best_of == 1 else self.best_of)
 
 
 class CompletionAnswer:
@@ -59,15 +66,20 @@ class CompletionAnswer:
         echoes: with `echo`, the text that each choice begins with, its prompt's.
     """
 
-    def __init__(self, body: CompletionRequest, model: str, echoes: Sequence[str] | None) -> None:
+    def __init__(
+        self, body: CompletionRequest, model: str, echoes: Sequence[str] | None, logprobs: LogprobWriter
+    ) -> None:
         self._body = body
         self._model = model
         self._echoes = echoes
+        self._logprobs = logprobs
+        self._offsets: Counter[int] = Counter()
+        """Characters of the tokens of each choice whose log-probabilities were shown."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = [
-            self._choice(place, self._echo(place) + (output.text or ""), output.token_ids, finish(output.finish_reason))
-            for place, output in enumerate(samples(outputs))
+            self._choice(place, self._echo(place) + (sample.text or ""), sample)
+            for place, sample in enumerate(samples(outputs))
         ]
         return head("cmpl", "text_completion", self._model) | {"choices": choices, "usage": usage(outputs)}
 
@@ -77,9 +89,9 @@ class CompletionAnswer:
             shared["usage"] = None
         if self._echoes is not None:
             for place in range(call.choices):
-                yield event(shared | {"choices": [self._choice(place, self._echo(place), [], None)]})
+                yield event(shared | {"choices": [self._choice(place, self._echo(place), _NOTHING)]})
         async for place, delta in call.deltas():
-            yield event(shared | {"choices": [self._piece(place, delta)]})
+            yield event(shared | {"choices": [self._choice(place, delta.text, delta)]})
         if self._body.include_usage:
             yield event(shared | {"choices": [], "usage": usage(await call.outputs())})
         yield DONE
@@ -87,12 +99,12 @@ class CompletionAnswer:
     def _echo(self, place: int) -> str:
         return "" if self._echoes is None else self._echoes[place]
 
-    def _piece(self, place: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(place, delta.text, delta.token_ids, finish(delta.finish_reason))
-
-    def _choice(self, index: int, text: str, token_ids: list[int], reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-        return choice | ({"token_ids": token_ids} if self._body.return_token_ids else {})
+    def _choice(self, index: int, text: str, said: Delta | SampleOutput) -> dict[str, Any]:
+        logprobs = self._logprobs.for_completion(said.logprobs, self._offsets[index])
+        if logprobs is not None:
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish(said.finish_reason)}
+        return choice | ({"token_ids": said.token_ids} if self._body.return_token_ids else {})
 
 
 def add_completions(router: APIRouter, service: Service) -> None:
@@ -101,7 +113,7 @@ def add_completions(router: APIRouter, service: Service) -> None:
         """Continue one or more prompts."""
         body = await read_body(request, CompletionRequest, service.settings.max_body_bytes)
         service.check_model(body.model)
-        body.check_stream_options()
+        body.check_stream()
         prompts = body.prompts()
         service.check_samples(len(prompts), body.n or 1)
         with refusals():
@@ -109,5 +121,5 @@ def add_completions(router: APIRouter, service: Service) -> None:
             echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
             params = body.params()
             call = await service.start(ids, [params] * len(ids))
-        answer = CompletionAnswer(body, service.settings.model_name, echoes)
+        answer = CompletionAnswer(body, service.settings.model_name, echoes, service.logprobs)
         return await respond(request, call, answer, stream=bool(body.stream))

@@ -7,7 +7,7 @@ from typing import Literal
 from .http_errors import ApiError
 from .schema import SamplingFields, unsupported
 
-_Unsupported = unsupported(prompt_cache_retention=(), metadata=({},), store=(False,))
+_Unsupported = unsupported(prompt_logprobs=(), prompt_cache_retention=(), metadata=({},), store=(False,))
 
 
 class GenerationFields(_Unsupported, SamplingFields):  # type: ignore[misc, valid-type]
@@ -27,6 +27,12 @@ class GenerationFields(_Unsupported, SamplingFields):  # type: ignore[misc, vali
     service_tier: Literal["auto", "default"] | None = None
     return_token_ids: bool | None = None
 
+    def check_stream(self) -> None:
+        """Raise ApiError if something is asked for that goes with a stream alone, or with none."""
+        if self.stream and self.best_of not in (None, 1):
+            message = f"best_of={self.best_of} cannot be streamed: which samples are the best is known at the end"
+            raise ApiError(400, message, param="best_of")
+
 
 class StreamOptions(unsupported(include_obfuscation=(False,))):  # type: ignore[misc]
     include_usage: bool | None = None
@@ -39,6 +45,7 @@ class StreamingFields(GenerationFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def check_stream_options(self) -> None:
+    def check_stream(self) -> None:
+        super().check_stream()
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is for stream=true alone", param="stream_options")

@@ -60,6 +60,8 @@ class TextOptions(_TextUnsupported, Strict):  # type: ignore[misc, valid-type]
 _Unsupported = unsupported(
     max_tokens=(),
     n=(1,),
+    best_of=(1,),
+    logprobs=(),
     background=(False,),
     context_management=([],),
     conversation=(),
@@ -95,7 +97,7 @@ class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, va
         """The sampling parameters; without a limit the answer may fill the context."""
         asked = self.text.format if self.text else None
         shape = with_format("text.format", asked.structured() if asked else None, self.structured)
-        return sampling_params(self, max_tokens=self.max_output_tokens, **shape)
+        return sampling_params(self, max_tokens=self.max_output_tokens, best_of=None, **shape)
 
 
 class ResponsesAnswer:

@@ -83,10 +83,7 @@ def _wire_fields(kind: Any) -> dict[str, Any]:
     return {f.name: (_wire_type(hints[f.name]) | None, None) for f in fields(kind) if f.name in hints}
 
 
-_MaybeUnsupported = unsupported(best_of=(1,))
-"""OpenAI's parameters that `SamplingParams` may lack."""
-
-SamplingFields: Any = create_model("SamplingFields", __base__=_MaybeUnsupported, **_wire_fields(SamplingParams))
+SamplingFields: Any = create_model("SamplingFields", __base__=Strict, **_wire_fields(SamplingParams))
 """Every field of `SamplingParams`; null and absent are its default."""
 
 

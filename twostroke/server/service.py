@@ -12,6 +12,7 @@ from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .call import Call
 from .http_errors import ApiError
+from .logprobs import LogprobWriter
 from .remote_engine import RemoteEngine
 from .settings import ServerSettings
 from .supervisor import Supervisor
@@ -69,6 +70,11 @@ class Service:
             raise ApiError(400, "this model has no tokenizer: only token ids can be given", code="no_tokenizer")
         return tokenizer
 
+    @property
+    def logprobs(self) -> LogprobWriter:
+        """What words log-probabilities."""
+        return LogprobWriter(self.engine.tokenizer)
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless `name` is that of the model; None is."""
         if name is not None and name != self.settings.model_name:
@@ -112,7 +118,7 @@ class Service:
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
         """
         engine = self.engine
-        self.check_samples(len(prompts), params[0].n)
+        self.check_samples(len(prompts), params[0].best_of or params[0].n)
         try:
             if any(own.structured is not None for own in params):  # compiling a grammar may take a while
                 handles = await asyncio.to_thread(engine.start, prompts, params)

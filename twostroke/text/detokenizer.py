@@ -51,6 +51,13 @@ class Detokenizer:
         return self._assembler.finish()
 
 
+def token_bytes(tokenizer: Tokenizer, id_: int) -> bytes:
+    """Return the UTF-8 that a token alone stands for; of a byte-level vocabulary it may be a part of a character."""
+    if _is_byte_level(tokenizer.decoder_stages):
+        return b"".join(map(_spelled_bytes, tokenizer.tokens((id_,), skip_special_tokens=False)))
+    return tokenizer.decode((id_,), skip_special_tokens=False).encode()
+
+
 class _Assembler(Protocol):
     @property
     def holds(self) -> bool: ...
@@ -60,9 +67,13 @@ class _Assembler(Protocol):
 
 def _assembler(tokenizer: Tokenizer) -> _Assembler:
     stages = tokenizer.decoder_stages
-    if [stage["type"] for stage in stages if stage["type"] != "Fuse"] == ["ByteLevel"]:
+    if _is_byte_level(stages):
         return _ByteStream()
     return _Window(tokenizer) if _is_local(stages) else _Whole(tokenizer)
+
+
+def _is_byte_level(stages: list[dict[str, Any]]) -> bool:
+    return [stage["type"] for stage in stages if stage["type"] != "Fuse"] == ["ByteLevel"]
 
 
 class _ByteStream:
