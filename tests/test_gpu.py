@@ -74,6 +74,29 @@ def test_fp32_tokens_are_those_of_the_cpu_in_every_variant(saved, variant, param
     assert tokens == expected
 
 
+HISTORY = dict(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+FEATURES = [
+    dict(presence_penalty=0.8, frequency_penalty=0.4, repetition_penalty=1.3),
+    dict(no_repeat_ngram_size=2, bad_words=[[7], *([a, b] for a in range(12) for b in range(100, 120))]),
+    dict(allowed_token_ids=[*range(0, 320, 3)], logit_bias={3: 4.0, 9: -3.0}),
+    dict(typical_p=0.6, top_p=0.95),
+]
+
+
+@pytest.mark.parametrize("num_blocks", [200, 14])
+@pytest.mark.parametrize("variant", ["sync eager", "sync graphs", "async graphs", "delayed graphs"])
+def test_fp32_tokens_of_every_feature_are_those_of_the_cpu(saved, variant, num_blocks):
+    """All features in one batch, beside a row without any; roomy and preempted."""
+    prompts = make_prompts([34, 34, 50, 20, 31])
+    params = [SamplingParams(**HISTORY, **features) for features in [*FEATURES, {}]]
+    model, _ = saved("llama")
+    with Engine(model, device="cpu", loop="sync", max_rows=8) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, params)]
+    tokens, preemptions = tokens_of(prompts, params, model=model, num_blocks=num_blocks, **VARIANTS[variant])
+    assert tokens == expected
+    assert (preemptions > 0) == (num_blocks == 14)
+
+
 @pytest.mark.parametrize(
     "options", [dict(max_chunk_tokens=5), dict(num_blocks=14), dict(max_chunk_tokens=7, num_blocks=14)]
 )
