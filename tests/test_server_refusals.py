@@ -144,8 +144,10 @@ NEUTRAL = {
 @pytest.mark.parametrize("path", NEUTRAL)
 def test_values_that_ask_for_nothing_may_stand(server, path):
     """Clients that spell out OpenAI's defaults are served; B07: more tokens than fit are clamped."""
-    response = server.post(path, LEAST[path] | NEUTRAL[path])
-    assert response.status == 200, response.data
+    for stream in (False, True):
+        response = server.post(path, LEAST[path] | NEUTRAL[path] | {"stream": stream, "best_of": 1})
+        assert response.status == 200, response.data
+        assert b'"error":{' not in response.data
 
 
 OPENAI_FIELDS = {

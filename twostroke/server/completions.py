@@ -56,7 +56,7 @@ class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, va
         if self.echo and self.logprobs is not None:
             raise ApiError(400, f"logprobs={self.logprobs} is not supported with echo", param="logprobs")
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return sampling_params(self, max_tokens=limit, best_of=None if self.best_of == 1 else self.best_of)
+        return sampling_params(self, max_tokens=limit)
 
 
 class CompletionAnswer:

@@ -97,7 +97,7 @@ class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, va
         """The sampling parameters; without a limit the answer may fill the context."""
         asked = self.text.format if self.text else None
         shape = with_format("text.format", asked.structured() if asked else None, self.structured)
-        return sampling_params(self, max_tokens=self.max_output_tokens, best_of=None, **shape)
+        return sampling_params(self, max_tokens=self.max_output_tokens, **shape)
 
 
 class ResponsesAnswer:

@@ -91,6 +91,8 @@ def sampling_params(body: Any, **values: Any) -> SamplingParams:
     """Return the parameters of a request body; `values` go before its fields. They are checked at submit."""
     given = {f.name: getattr(body, f.name, None) for f in fields(SamplingParams)}
     given = {name: value.value() if isinstance(value, Part) else value for name, value in given.items()}
+    if given["best_of"] == 1:  # the best of one; the engine takes any best_of for a ranking, which cannot be streamed
+        given["best_of"] = None
     return SamplingParams(**({name: value for name, value in given.items() if value is not None} | values))
 
 
