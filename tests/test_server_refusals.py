@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from serving import hosted
 
-from twostroke.server.chat import ChatRequest
-from twostroke.server.completions import CompletionRequest
-from twostroke.server.responses import ResponsesRequest
+from twostroke.openai.chat import ChatRequest
+from twostroke.openai.completions import CompletionRequest
+from twostroke.openai.responses import ResponsesRequest
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = [{"role": "user", "content": "Hi"}]

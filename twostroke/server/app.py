@@ -12,14 +12,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from .. import __version__
+from ..openai.chat import ChatRequest
+from ..openai.completions import CompletionRequest
+from ..openai.errors import ApiError
+from ..openai.responses import ResponsesRequest
 from .auth import require_key
-from .chat import ChatRequest, add_chat
-from .completions import CompletionRequest, add_completions
 from .connection import ClientGone
-from .http_errors import ApiError, on_any_error, on_api_error, on_http_error
+from .endpoints import add_chat, add_completions, add_responses
+from .http_errors import on_any_error, on_api_error, on_http_error
 from .info import add_info, add_probes
 from .request_log import HEADER, RequestLog
-from .responses import ResponsesRequest, add_responses
 from .service import Service
 from .tokens import DetokenizeRequest, TokenizeRequest, add_tokens
 

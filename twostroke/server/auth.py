@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import Request
 
-from .http_errors import ApiError
+from ..openai.errors import ApiError
 
 
 def require_key(keys: Sequence[str]) -> Callable[[Request], Coroutine[Any, Any, None]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from .http_errors import ApiError, from_validation_error
+from ..openai.errors import ApiError, from_validation_error
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)

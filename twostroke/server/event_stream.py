@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .call import Call
+from ..openai.call import Call
+from ..openai.errors import ApiError
+from ..openai.events import event
 from .connection import ClientGone, while_connected
-from .http_errors import ApiError
-
-
-def event(body: Any, name: str | None = None) -> bytes:
-    """Return one event, whose data is `body` as JSON."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):

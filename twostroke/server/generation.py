@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import Response
 
+from ..openai.call import Call
 from ..text.output import RequestOutput
-from .call import Call
 from .connection import while_connected
 from .event_stream import EventStream
 from .http_errors import json_response

@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from .. import __version__
-from .http_errors import ApiError, json_response
+from ..openai.errors import ApiError
+from .http_errors import json_response
 from .service import Service
 
 

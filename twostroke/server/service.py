@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import EngineClosed, EngineDead, QueueFull
+from ..openai.call import Call
+from ..openai.errors import ApiError
+from ..openai.logprobs import LogprobWriter
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
-from .call import Call
-from .http_errors import ApiError
-from .logprobs import LogprobWriter
 from .remote_engine import RemoteEngine
 from .settings import ServerSettings
 from .supervisor import Supervisor

@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from .chat import Message
+from ..openai.chat import Message
+from ..openai.errors import ApiError, refusals
+from ..openai.schema import Strict, WireInt, request_body
 from .connection import read_body
-from .http_errors import ApiError, json_response, refusals
-from .schema import Strict, WireInt, request_body
+from .http_errors import json_response
 from .service import Service
 
 

@@ -8,21 +8,14 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
 from ..request import FinishReason
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
 from .call import Call
-from .connection import read_body
-from .event_stream import event
+from .events import event
 from .fields import GenerationFields
 from .formats import ResponsesFormat, with_format
-from .generation import respond
-from .http_errors import refusals
-from .schema import Strict, WireInt, request_body, sampling_params, unsupported
-from .service import Service
+from .schema import Strict, WireInt, sampling_params, unsupported
 
 _PartUnsupported = unsupported(annotations=([],), logprobs=([],))
 
@@ -86,12 +79,16 @@ class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, va
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
 
-    def messages(self) -> list[dict[str, str]]:
-        """The chat that the input makes."""
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The one chat that the input makes."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
-            return [*first, {"role": "user", "content": self.input}]
-        return first + [message.for_template() for message in self.input]
+            return [[*first, {"role": "user", "content": self.input}]]
+        return [first + [message.for_template() for message in self.input]]
+
+    def names(self) -> dict[str, str]:
+        """What the body calls parameters, where that is not the engine's name."""
+        return {"max_tokens": "max_output_tokens", "messages": "input"}
 
     def params(self) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
@@ -195,17 +192,3 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + made,
     }
-
-
-def add_responses(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
-    async def responses(request: Request) -> Response:
-        """Answer a text or a chat."""
-        body = await read_body(request, ResponsesRequest, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        params = body.params()
-        with refusals(max_tokens="max_output_tokens", messages="input"):
-            prompt = await service.encode_chat(body.messages())
-            call = await service.start([prompt], [params])
-        answer = ResponsesAnswer(body, params, service.settings.model_name)
-        return await respond(request, call, answer, stream=bool(body.stream))

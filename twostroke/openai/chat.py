@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
-
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput, SampleOutput
 from .answers import finish, head, usage
 from .call import Call, samples
-from .connection import read_body
-from .event_stream import DONE, event
+from .errors import ApiError
+from .events import DONE, event
 from .fields import StreamingFields
 from .formats import ChatFormat, with_format
-from .generation import respond
-from .http_errors import ApiError, refusals
 from .logprobs import LogprobWriter
-from .schema import Strict, WireInt, request_body, sampling_params, unsupported
-from .service import Service
+from .schema import Strict, WireInt, sampling_params, unsupported
 
 
 class TextPart(Strict):
@@ -66,6 +60,19 @@ class ChatRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-ty
     response_format: ChatFormat | None = None
     logprobs: bool | None = None
     top_logprobs: WireInt | None = None
+
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The one chat, as chat templates know it."""
+        return [[message.for_template() for message in self.messages]]
+
+    def names(self) -> dict[str, str]:
+        """What the body calls parameters, where that is not the engine's name."""
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.response_format is not None:
+            names["structured"] = "response_format"
+        return names
 
     def params(self) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
@@ -118,23 +125,3 @@ class ChatAnswer:
         logprobs = self._logprobs.for_chat(delta.logprobs)
         piece = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish(delta.finish_reason)}
         return piece | ({"token_ids": delta.token_ids} if self._body.return_token_ids else {})
-
-
-def add_chat(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        """Answer a chat."""
-        body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        body.check_stream()
-        params = body.params()
-        names = {"logprobs": "top_logprobs"}
-        if body.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        if body.response_format is not None:
-            names["structured"] = "response_format"
-        with refusals(**names):
-            prompt = await service.encode_chat([message.for_template() for message in body.messages])
-            call = await service.start([prompt], [params])
-        answer = ChatAnswer(body, service.settings.model_name, service.logprobs)
-        return await respond(request, call, answer, stream=bool(body.stream))

@@ -6,23 +6,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
-import numpy as np
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
 from pydantic import Field
 
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput, SampleOutput
 from .answers import finish, head, usage
 from .call import Call, samples
-from .connection import read_body
-from .event_stream import DONE, event
+from .errors import ApiError
+from .events import DONE, event
 from .fields import StreamingFields
-from .generation import respond
-from .http_errors import ApiError, refusals
 from .logprobs import LogprobWriter
-from .schema import request_body, sampling_params, unsupported
-from .service import Service
+from .schema import sampling_params, unsupported
 
 DEFAULT_MAX_TOKENS = 16
 """As in OpenAI's API."""
@@ -105,21 +99,3 @@ class CompletionAnswer:
             self._offsets[index] += sum(map(len, logprobs["tokens"]))
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish(said.finish_reason)}
         return choice | ({"token_ids": said.token_ids} if self._body.return_token_ids else {})
-
-
-def add_completions(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        """Continue one or more prompts."""
-        body = await read_body(request, CompletionRequest, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        body.check_stream()
-        prompts = body.prompts()
-        service.check_samples(len(prompts), body.n or 1)
-        with refusals():
-            ids = [await service.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in prompts]
-            echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
-            params = body.params()
-            call = await service.start(ids, [params] * len(ids))
-        answer = CompletionAnswer(body, service.settings.model_name, echoes, service.logprobs)
-        return await respond(request, call, answer, stream=bool(body.stream))

@@ -9,7 +9,7 @@ from ..errors import EngineClosed, EngineDead
 from ..request import FinishReason
 from ..text.handle import Handle
 from ..text.output import Delta, RequestOutput, SampleOutput
-from .http_errors import ApiError
+from .errors import ApiError
 
 
 class Call:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .http_errors import ApiError
+from .errors import ApiError
 from .schema import SamplingFields, unsupported
 
 _Unsupported = unsupported(prompt_logprobs=(), prompt_cache_retention=(), metadata=({},), store=(False,))

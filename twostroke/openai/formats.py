@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..structured import StructuredOutput
-from .http_errors import ApiError
+from .errors import ApiError
 from .schema import Strict
 
 

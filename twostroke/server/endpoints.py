@@ -1,0 +1,63 @@
+"""The endpoints that make text: /v1/chat/completions, /v1/completions, /v1/responses."""
+
+from __future__ import annotations
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ..openai.chat import ChatAnswer, ChatRequest
+from ..openai.completions import CompletionAnswer, CompletionRequest
+from ..openai.errors import refusals
+from ..openai.responses import ResponsesAnswer, ResponsesRequest
+from ..openai.schema import request_body
+from .connection import read_body
+from .generation import respond
+from .service import Service
+
+
+def add_chat(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a chat."""
+        body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        body.check_stream()
+        params = body.params()
+        with refusals(**body.names()):
+            prompt = await service.encode_chat(*body.prompts())
+            call = await service.start([prompt], [params])
+        answer = ChatAnswer(body, service.settings.model_name, service.logprobs)
+        return await respond(request, call, answer, stream=bool(body.stream))
+
+
+def add_completions(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue one or more prompts."""
+        body = await read_body(request, CompletionRequest, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        body.check_stream()
+        prompts = body.prompts()
+        service.check_samples(len(prompts), body.n or 1)
+        with refusals():
+            ids = [await service.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in prompts]
+            echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
+            params = body.params()
+            call = await service.start(ids, [params] * len(ids))
+        answer = CompletionAnswer(body, service.settings.model_name, echoes, service.logprobs)
+        return await respond(request, call, answer, stream=bool(body.stream))
+
+
+def add_responses(router: APIRouter, service: Service) -> None:
+    @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a text or a chat."""
+        body = await read_body(request, ResponsesRequest, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        params = body.params()
+        with refusals(**body.names()):
+            prompt = await service.encode_chat(*body.prompts())
+            call = await service.start([prompt], [params])
+        answer = ResponsesAnswer(body, params, service.settings.model_name)
+        return await respond(request, call, answer, stream=bool(body.stream))
