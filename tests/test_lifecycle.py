@@ -238,3 +238,16 @@ def test_memory_is_flat_over_many_requests(mode):
         run_some(engine, 100)
         first = run_some(engine, 50)
         assert run_some(engine, 200) - first < 100, "half an object for each request stays"
+
+
+def test_a_closed_engine_leaves_its_memory_to_the_next_collection():
+    """Weights and cache of an engine that is gone must not stand in the way of the next one's."""
+    engine = Engine("tiny", max_rows=4, num_blocks=64, seed=0)
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
+    parts = engine._parts
+    held = [weakref.ref(part) for part in (parts.loaded.model, parts.runner.state, parts.slots[0])]
+    del parts
+    engine.close()
+    del engine
+    gc.collect()
+    assert not any(part() for part in held)

@@ -145,7 +145,7 @@ class Engine(Front):
             parts.constraints,
         )
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
-        weakref.finalize(self, self._life.close_forgotten)
+        self._close_forgotten = weakref.finalize(self, self._life.close_forgotten)
 
     def _build(self) -> Parts:
         return build(self.config)
@@ -251,6 +251,8 @@ class Engine(Front):
     def close(self) -> None:
         """Cancel what is running, hand over every output, and stop all threads. Safe to call twice."""
         self._life.close()
+        # It would keep weights and cache until a second collection, when the first has found this engine.
+        self._close_forgotten.detach()
 
     def __enter__(self) -> Engine:
         return self
