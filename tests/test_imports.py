@@ -74,7 +74,8 @@ ALLOWED = {
     "trace": {"matplotlib"} | ENGINE | BELOW_ENGINE,
     # engine: only the package's version, which lies in `__init__.py`.
     "openai": {"pydantic", "pydantic_core", "msgspec", "numpy", "text", "engine"} | WORDS,
-    "server": {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "msgspec", "numpy", "openai"}
+    "server": {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "msgspec", "numpy", "openai", "trace"}
+    | {"prometheus_client"}
     | ENGINE
     | BELOW_ENGINE,
     "cli": {"typer", "rich", "torch", "bench", "trace", "server"} | ENGINE | BELOW_ENGINE,

@@ -35,9 +35,11 @@ class EngineStats:
         prefix_hit_tokens: tokens that were taken from the prefix cache and not computed, in all.
         preemptions: how often a sample was put back, in all.
         steps: steps done.
+        generated_tokens: tokens that they sampled, in all. prompt_tokens: tokens of prompts that they computed, in all.
         active: share of the working time in which the compute stream ran a step, 0 to 1.
         busy_seconds, gap_seconds, idle_seconds: time of the compute stream in steps, between steps while there was
             work, and with nothing to do.
+        resting_seconds: how long there has been nothing to do by now, which `idle_seconds` has from the next step on.
         idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `launch`,
             `capture`, `nothing`; see `device.step_times.gap_parts`.
         cpu_seconds: seconds of the loop's thread by phase: `plan`, `fill`, `queue`, `wait`, `commit`.
@@ -50,10 +52,13 @@ class EngineStats:
     prefix_hit_tokens: int
     preemptions: int
     steps: int
+    generated_tokens: int
+    prompt_tokens: int
     active: float
     busy_seconds: float
     gap_seconds: float
     idle_seconds: float
+    resting_seconds: float
     idle_by_cause: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
 
@@ -166,10 +171,13 @@ class Engine(Front):
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
             steps=activity.steps,
+            generated_tokens=activity.sampled_tokens,
+            prompt_tokens=activity.prompt_tokens,
             active=activity.active,
             busy_seconds=activity.busy_seconds,
             gap_seconds=activity.gap_seconds,
             idle_seconds=activity.idle_seconds,
+            resting_seconds=activity.resting_seconds,
             idle_by_cause=dict(activity.idle),
             cpu_seconds=dict(activity.cpu),
         )

@@ -36,6 +36,7 @@ class Watched:
 
     def commit(self, plan: Any, output: Any) -> Any:
         self._committing = time.perf_counter()
+        self._activity.count(plan, output)
         if (times := self._activity.newest) is not None:
             self._scheduler.observe(times.lanes, times.prompt_tokens, times.compute[1] - times.compute[0])
         return self._scheduler.commit(plan, output)

@@ -35,6 +35,9 @@ def serve(
     request_timeout: Annotated[float | None, _option("Seconds that a request may take.")] = None,
     shutdown_timeout: Annotated[float, _option("Seconds that requests have to end after SIGTERM.")] = 30.0,
     restart: Annotated[bool, _option("Start the engine again when it has died.", "--restart")] = False,
+    gpu_price: Annotated[
+        float | None, _option("What an hour of the GPU costs, to show what its idle time does.")
+    ] = None,
     log_requests: Annotated[bool, _option("Log each request on stderr.", "--log-requests/--no-log-requests")] = True,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
@@ -59,5 +62,6 @@ def serve(
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         restart=restart,
+        gpu_price=gpu_price,
     )
     run(settings, arguments, lambda url: typer.echo(f"serving {settings.model_name} at {url}"))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ..plan import Plan
+import numpy as np
+
+from ..plan import Flag, Plan, StepOutput
 from .step_times import CAUSES, PHASES, Span, StepTimes, gap_parts
 from .streams import Device, Event
 
-Window = deque[StepTimes]
-"""The last steps, in full; bounded by its `maxlen`."""
+_TOKEN = int(Flag.TOKEN)
+
+
+class Window(Protocol):
+    """Where the times of steps go; filled by the loop's thread."""
+
+    def append(self, times: StepTimes, /) -> None: ...
 
 
 class _Part(NamedTuple):
@@ -46,6 +53,7 @@ class Activity:
         idle_seconds: time between steps in which there was nothing to do.
         idle: seconds between steps by cause; their sum is `gap_seconds + idle_seconds`.
         cpu: seconds of the CPU by phase.
+        sampled_tokens: tokens that steps gave. prompt_tokens: tokens of prompts that steps computed.
         newest: the step that was done last, or its first part.
         window: where the times of the steps go that are launched while it is set; None, as a rule.
     """
@@ -57,6 +65,8 @@ class Activity:
         self.idle_seconds = 0.0
         self.idle = dict.fromkeys(CAUSES, 0.0)
         self.cpu = dict.fromkeys(PHASES, 0.0)
+        self.sampled_tokens = 0
+        self.prompt_tokens = 0
         self.window: Window | None = None
         self._launched: deque[_Part] = deque()
         self._in_flight: dict[int, StepTimes] = {}
@@ -74,6 +84,11 @@ class Activity:
         """Share of the working time in which the compute stream ran a step, 0 to 1; 0 before the first step."""
         total = self.busy_seconds + self.gap_seconds
         return self.busy_seconds / total if total else 0.0
+
+    @property
+    def resting_seconds(self) -> float:
+        """How long there has been nothing to do; not in `idle_seconds` until the next step. 0 while there is work."""
+        return max(0.0, time.perf_counter() - self._ended) if self._resting else 0.0
 
     def planned(self, began: float, ended: float) -> None:
         """Note a call to the scheduler's `plan`."""
@@ -179,6 +194,11 @@ class Activity:
             part.window.append(times)
         self._add(times)
         self.steps += part.last
+
+    def count(self, plan: Plan, output: StepOutput) -> None:
+        """Count the tokens of a step whose output has come."""
+        self.prompt_tokens += len(plan.prompt_tokens)
+        self.sampled_tokens += int(np.count_nonzero(output.flags & _TOKEN))
 
     def committed(self, began: float, ended: float) -> None:
         """Note the commit of the step that was done last; from now on the CPU can plan."""

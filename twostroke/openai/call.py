@@ -19,10 +19,18 @@ class Call:
         handles: of the prompts, in their order, all with the same number of samples; they have started.
         seconds: how long they may take; None is for ever.
         on_end: called once, when the call is over.
+        on_delta: called with each delta that is about to be yielded, and the place of its request.
     """
 
-    def __init__(self, handles: Sequence[Handle], seconds: float | None, on_end: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        seconds: float | None,
+        on_end: Callable[[Call], None],
+        on_delta: Callable[[int, Delta], None],
+    ) -> None:
         self.handles = handles
+        self._on_delta = on_delta
         self._on_end: Callable[[Call], None] | None = on_end
         self._cause = ApiError(503, "the request was cancelled")
         self._timer: asyncio.TimerHandle | None = None
@@ -76,6 +84,7 @@ class Call:
         """
         try:
             async for place, delta in _merged(self.handles):
+                self._on_delta(place, delta)
                 yield place * len(self.handles[0].samples) + delta.index, delta
                 if delta.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
                     self.cancel(self._cause)  # the other samples: the answer fails as a whole

@@ -22,6 +22,7 @@ from .endpoints import add_chat, add_completions, add_responses
 from .http_errors import on_any_error, on_api_error, on_http_error
 from .info import add_info, add_probes
 from .request_log import HEADER, RequestLog
+from .scrape import add_metrics
 from .service import Service
 from .tokens import DetokenizeRequest, TokenizeRequest, add_tokens
 
@@ -35,7 +36,7 @@ def create_app(service: Service) -> FastAPI:
     open_to_all = APIRouter()
     add_probes(open_to_all, service)
     with_key = APIRouter(dependencies=[Depends(require_key(service.settings.api_keys))])
-    for add in (add_chat, add_completions, add_responses, add_tokens, add_info):
+    for add in (add_chat, add_completions, add_responses, add_tokens, add_info, add_metrics):
         add(with_key, service)
     app.include_router(open_to_all)
     app.include_router(with_key)

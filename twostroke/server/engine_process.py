@@ -16,13 +16,16 @@ from ..build import Parts
 from ..engine import Engine, InboxCommands
 from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..request import Request, Sample
+from ..trace.glimpse import Glimpse
 from .outbox import Outbox
 from .wire import (
+    AskLook,
     AskStats,
     Cancel,
     Close,
     Entry,
     Finish,
+    Look,
     Ready,
     Refused,
     Stats,
@@ -32,6 +35,9 @@ from .wire import (
     decode_for_engine,
     encode,
 )
+
+GLIMPSE_STEPS = 16
+"""Steps whose times are kept for a look: enough for a picture of both slots."""
 
 
 class HostedEngine(Engine):
@@ -47,6 +53,7 @@ class HostedEngine(Engine):
         self._samples: dict[int, Sample] = {}
         super().__init__(**arguments)
         self._loop = InboxCommands(self._life.inbox, self._parts.scheduler)
+        self._glimpse = Glimpse(self._parts.runner.activity, GLIMPSE_STEPS)
 
     @property
     def ready(self) -> Ready:
@@ -69,6 +76,8 @@ class HostedEngine(Engine):
                 self._loop.submit([sample for entry in entries for sample in self._admit(entry)])
             case AskStats():
                 self._life.delivery.answer(Stats(asdict(self.stats())))
+            case AskLook():
+                self._life.delivery.answer(Look(asdict(self.stats()), list(self._glimpse.look())))
             case Cancel(number):
                 self._tell(number, self._loop.cancel)
             case Stream(number):

@@ -13,7 +13,7 @@ import numpy as np
 from ..logprob_record import LOGPROB_RECORD, NO_RECORDS
 from ..request import Sample
 from ..scheduler.committed import Committed
-from .wire import Begun, Died, Ended, FromEngine, Outputs, Stats, encode
+from .wire import Begun, Died, Ended, FromEngine, Look, Outputs, Stats, encode
 
 
 class Outbox:
@@ -53,8 +53,8 @@ class Outbox:
             self._begun_sent = begun
             self._queue.put(Begun(begun))
 
-    def answer(self, stats: Stats) -> None:
-        self._queue.put(stats)
+    def answer(self, answer: Stats | Look) -> None:
+        self._queue.put(answer)
 
     def fail(self, error: Exception) -> None:
         """Say that the engine failed."""

@@ -25,7 +25,21 @@ from ..request import Sample, SampleState
 from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
 from .remote_commands import RemoteCommands
-from .wire import AskStats, Begun, Close, Died, Ended, FromEngine, Outputs, Ready, Refused, Stats, decode_from_engine
+from .wire import (
+    AskLook,
+    AskStats,
+    Begun,
+    Close,
+    Died,
+    Ended,
+    FromEngine,
+    Look,
+    Outputs,
+    Ready,
+    Refused,
+    Stats,
+    decode_from_engine,
+)
 
 _CLOSE_SECONDS = 30.0
 """How long an engine process may take to end before it is killed."""
@@ -85,7 +99,8 @@ class RemoteEngine(Front):
     ) -> None:
         self._on_end = on_end
         self._closing = False
-        self._questions: deque[Future[dict[str, Any]]] = deque()
+        self._questions: deque[Future[Any]] = deque()
+        self._asking = threading.Lock()
         self._connection, there = multiprocessing.Pipe()
         _limit_buffer(there)
         # NOTE: spawned, since neither threads nor CUDA survive a fork.
@@ -124,10 +139,19 @@ class RemoteEngine(Front):
         Raises:
             EngineDead, EngineClosed: the engine has ended; also raised by the future.
         """
-        question: Future[dict[str, Any]] = Future()
-        self._questions.append(question)
-        self._remote.send(AskStats())
-        return question
+        return self._ask(AskStats())
+
+    def ask_look(self) -> Future[Look]:
+        """Ask what the engine does now; raises as `ask_stats` does."""
+        return self._ask(AskLook())
+
+    def _ask(self, question: AskStats | AskLook) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: it will come
+        with self._asking:
+            self._questions.append(answer)
+            self._remote.send(question)
+        return answer
 
     def close(self) -> None:
         """Cancel what is running, hand over every output, and end the process. Safe to call twice."""
@@ -180,6 +204,8 @@ class RemoteEngine(Front):
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Stats):
             self._questions.popleft().set_result(message.values)
+        elif isinstance(message, Look):
+            self._questions.popleft().set_result(message)
         elif isinstance(message, Begun):
             self._remote.begun = message.count
         elif isinstance(message, Outputs):

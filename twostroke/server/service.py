@@ -13,6 +13,7 @@ from ..openai.logprobs import LogprobWriter
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
+from .metrics import Metrics, Pace
 from .remote_engine import RemoteEngine
 from .settings import ServerSettings
 from .supervisor import Supervisor
@@ -29,8 +30,9 @@ class Service:
 
     def __init__(self, supervisor: Supervisor, settings: ServerSettings) -> None:
         self.settings = settings
+        self.metrics = Metrics(settings.model_name, settings.gpu_price)
         self._supervisor = supervisor
-        self._calls: set[Call] = set()
+        self._calls: dict[Call, Pace] = {}
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -38,7 +40,12 @@ class Service:
     @property
     def alive(self) -> bool:
         """Whether there is an engine."""
-        return self._supervisor.engine is not None
+        return self.running_engine is not None
+
+    @property
+    def running_engine(self) -> RemoteEngine | None:
+        """The engine, if there is one, for whoever looks and asks for no work."""
+        return self._supervisor.engine
 
     @property
     def ready(self) -> bool:
@@ -128,8 +135,9 @@ class Service:
             raise ApiError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"}) from error
         except (EngineDead, EngineClosed) as error:
             raise ApiError(503, "the engine is not running", code="engine_stopped") from error
-        call = Call(handles, self.settings.request_timeout, self._on_end)
-        self._calls.add(call)
+        pace = self.metrics.begin(handles)
+        call = Call(handles, self.settings.request_timeout, self._on_end, pace.came)
+        self._calls[call] = pace
         self._idle.clear()
         if self._draining:
             self._cut_short(call)
@@ -147,6 +155,6 @@ class Service:
         call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
 
     def _on_end(self, call: Call) -> None:
-        self._calls.remove(call)
+        self.metrics.end(call.handles, self._calls.pop(call))
         if not self._calls:
             self._idle.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ class ServerSettings:
         request_timeout: seconds that a request may take; None is for ever.
         shutdown_timeout: seconds that requests are given to end after SIGTERM; those left are cancelled.
         restart: start the engine process again when it has died.
+        gpu_price: what an hour of the GPU costs, in any currency; None where that is not known.
     """
 
     host: str = "127.0.0.1"
@@ -43,6 +45,7 @@ class ServerSettings:
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
     restart: bool = False
+    gpu_price: float | None = None
 
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
@@ -57,6 +60,8 @@ class ServerSettings:
                 raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'>= {low}'}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise InvalidConfig(f"request_timeout={shown(self.request_timeout)} must be > 0")
+        if self.gpu_price is not None and not 0 <= self.gpu_price < math.inf:
+            raise InvalidConfig(f"gpu_price={shown(self.gpu_price)} must be a number >= 0")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise InvalidConfig("ssl_certfile and ssl_keyfile need each other")
         for name in ("ssl_certfile", "ssl_keyfile"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ..device.step_times import StepTimes
 from ..request import FinishReason, Limits
 from ..sampling_params import SamplingParams
 
@@ -57,7 +58,11 @@ class Finish(Message, frozen=True):
 
 
 class AskStats(Message, frozen=True):
-    """Send one `Stats`. Questions are answered in their order."""
+    """Send one `Stats`. Questions, of whatever kind, are answered in their order."""
+
+
+class AskLook(Message, frozen=True):
+    """Send one `Look`, and keep the times of some steps for the next."""
 
 
 class Close(Message, frozen=True):
@@ -134,14 +139,21 @@ class Stats(Message, frozen=True):
     values: dict[str, Any]
 
 
+class Look(Message, frozen=True):
+    """What an engine does now: `EngineStats` as a dict, and the times of the steps since the last look, or some."""
+
+    values: dict[str, Any]
+    steps: list[StepTimes]
+
+
 class Died(Message, frozen=True):
     """The engine failed; nothing more will come."""
 
     text: str
 
 
-ToEngine = Submit | Cancel | Stream | Finish | AskStats | Close
-FromEngine = Ready | Refused | Outputs | Begun | Stats | Died
+ToEngine = Submit | Cancel | Stream | Finish | AskStats | AskLook | Close
+FromEngine = Ready | Refused | Outputs | Begun | Stats | Look | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.activity import Window
 from ..device.step_times import StepTimes
 from ..engine import Engine, EngineStats
 from ..errors import InvalidConfig
@@ -75,7 +74,7 @@ def run_profile(loop: str, workload: Workload, window_steps: int, options: Mappi
     Raises:
         InvalidConfig: an option is out of range, or there was no window of steady steps.
     """
-    window: Window = deque(maxlen=window_steps)
+    window: deque[StepTimes] = deque(maxlen=window_steps)
     longest = workload.prompt_tokens + workload.max_tokens
     # NOTE: the prefix cache is off, since the warm-up has the same prompts.
     with Engine(loop=loop, max_rows=workload.rows, max_model_len=longest, prefix_cache=False, **options) as engine:
@@ -95,7 +94,7 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def _steady(window: Window, workload: Workload) -> list[StepTimes]:
+def _steady(window: Sequence[StepTimes], workload: Workload) -> list[StepTimes]:
     steps = [times for times in window if times.lanes == workload.rows and not times.prompt_tokens]
     if len(steps) < MIN_STEADY_STEPS:
         raise InvalidConfig(

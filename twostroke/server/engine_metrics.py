@@ -1,0 +1,130 @@
+"""Metrics of the engine, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+HOURS = 24.0
+"""Of a day."""
+
+
+class _Counted(NamedTuple):
+    """A counter: its name, what it is, and the stats that it sums, or the mapping of stats that gives its values."""
+
+    name: str
+    text: str
+    sums: tuple[str, ...]
+    label: str | None = None
+
+
+COUNTERS = (
+    _Counted("generation_tokens", "Tokens that were sampled.", ("generated_tokens",)),
+    _Counted("prompt_tokens", "Tokens of prompts that were computed.", ("prompt_tokens",)),
+    _Counted("prefix_cache_queries", "Tokens looked up in the prefix cache.", ("prefix_hit_tokens", "prompt_tokens")),
+    _Counted("prefix_cache_hits", "Those of them that were found.", ("prefix_hit_tokens",)),
+    _Counted("num_preemptions", "Times that a sample was put back.", ("preemptions",)),
+    _Counted("engine_steps", "Steps.", ("steps",)),
+    _Counted("gpu_busy_seconds", "Time in which the compute stream ran a step.", ("busy_seconds",)),
+    _Counted("gpu_idle_seconds", "Time in which it did not, by what it waited for.", ("idle_by_cause",), "cause"),
+    _Counted("cpu_seconds", "Time of the loop's thread by phase.", ("cpu_seconds",), "phase"),
+)
+"""What the engine counts since its start. They are made from `EngineStats`."""
+
+RESTING = "nothing"
+"""The cause that an engine without work waits for."""
+
+
+class EngineMetrics(Collector):
+    """What is known of the engine. Counters go on where another engine takes the place of one that died.
+
+    Args:
+        prefix: of all names.
+    """
+
+    def __init__(self, prefix: str, model_name: str, gpu_price: float | None) -> None:
+        self._prefix = prefix
+        self._model_name = model_name
+        self._price = gpu_price
+        self._engine: object = None
+        self._usable_blocks = 1
+        self._stats: Mapping[str, Any] = {}
+        self._before: dict[tuple[str, str], float] = {}
+        self._totals: dict[tuple[str, str], float] = {}
+
+    def update(self, engine: object, usable_blocks: int, stats: Mapping[str, Any]) -> None:
+        """Take in a look at an engine.
+
+        Args:
+            engine: which one. usable_blocks: of its cache.
+            stats: `EngineStats`, as a dict.
+        """
+        if engine is not self._engine:
+            self._engine, self._before = engine, dict(self._totals)
+        self._usable_blocks = usable_blocks
+        self._stats = stats
+        for key, value in _counts(stats):
+            # NOTE: the seconds of rest are measured up to now, and again when they are over: never count backwards.
+            self._totals[key] = max(self._totals.get(key, 0.0), self._before.get(key, 0.0) + value)
+
+    def lost(self) -> None:
+        """There is no engine now."""
+        self._stats = {}
+
+    def collect(self) -> Iterator[Metric]:
+        stats, blocks = self._stats, self._usable_blocks
+        yield self._gauge("engine_up", "1 while there is an engine that takes requests, else 0.", float(bool(stats)))
+        yield self._gauge("num_requests_running", "Samples in the batch.", stats.get("running", 0))
+        yield self._gauge("num_requests_waiting", "Samples in the queue.", stats.get("waiting", 0))
+        usage = 1 - stats.get("free_blocks", blocks) / blocks
+        yield self._gauge("kv_cache_usage_perc", "Share of the cache's blocks that are in use, 0 to 1.", usage)
+        yield self._gauge(
+            "gpu_active_perc",
+            "Share of the time with work in which the GPU ran a step, 0 to 1.",
+            stats.get("active", 0.0),
+        )
+        for counted in COUNTERS:
+            yield self._counter(counted)
+        if self._price is not None:
+            yield self._gauge("gpu_price_per_hour", "What an hour of the GPU costs, as it was configured.", self._price)
+            yield self._idle_cost(self._price)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, counted: _Counted) -> Metric:
+        labels = ["model_name"] if counted.label is None else ["model_name", counted.label]
+        family = CounterMetricFamily(self._prefix + counted.name, counted.text, labels=labels)
+        for (name, label), value in self._totals.items():
+            if name == counted.name:
+                family.add_metric([self._model_name, label][: len(labels)], value)
+        return family
+
+    def _idle_cost(self, price: float) -> Metric:
+        name, text = (
+            "idle_cost_per_day",
+            "What the GPU's idle time costs a day, by cause, from all time since the start.",
+        )
+        family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name", "cause"])
+        causes = {label: value for (name, label), value in self._totals.items() if name == "gpu_idle_seconds"}
+        whole = sum(causes.values()) + self._totals.get(("gpu_busy_seconds", ""), 0.0)
+        for cause, seconds in causes.items():
+            family.add_metric([self._model_name, cause], price * HOURS * seconds / whole if whole else 0.0)
+        return family
+
+
+def _counts(stats: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
+    """The counters of one engine, by name and label."""
+    for counted in COUNTERS:
+        if counted.label is None:
+            yield (counted.name, ""), sum(stats[name] for name in counted.sums)
+        else:
+            values = dict(stats[counted.sums[0]])
+            if RESTING in values:
+                values[RESTING] += stats["resting_seconds"]
+            yield from (((counted.name, label), value) for label, value in values.items())
