@@ -112,7 +112,7 @@ class Slot(StepBuffers):
         if len(plan.held):
             self.held.fill_positions(plan.held)
         self.outputs = outputs
-        self.records = outputs if plan.features & Feature.LOGPROBS else 0
+        self.records = outputs if plan.features and plan.features & Feature.LOGPROBS else 0
         self.scores = len(plan.scores)
 
     def copy_in(self) -> None:

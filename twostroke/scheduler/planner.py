@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..logprob_record import MAX_SCORES
-from ..plan import NO_FEATURES, NO_LEDGER, Feature, Plan, max_shared_blocks
+from ..plan import NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
@@ -94,7 +94,7 @@ class Planner:
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
         held = self.batch.held.positions(self.lanes.index, draft)
-        features = self.rows.features.union | (Feature.HELD if len(held) else NO_FEATURES)
+        features = self.rows.features.union | Feature.HELD if len(held) else self.rows.features.union
         plan = draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features, held)
         self.batch.held.launched(plan)
         return plan
@@ -139,7 +139,8 @@ class Planner:
             ready = as_index(self.batch.ready)
             due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
         self._claim_blocks(due, draft)
-        self._join_ready()
+        if self.batch.ready:
+            self._join_ready()
 
     def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
         """Give a block to each row of `claims`, or, if there are too few, to the best ranks; the others sit out."""
