@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,7 @@ class Parts:
 
     Attributes:
         forward: holds the attention, and that the cache.
-        capture: captures the graphs, again if need be; returns how many.
+        capture: captures the graphs, again if need be; returns how many. `sizes`: of other decode steps.
     """
 
     device: Device
@@ -67,7 +67,7 @@ class Parts:
     runner: Runner
     slots: list[Slot]
     forward: Forward
-    capture: Callable[[], int]
+    capture: Callable[..., int]
     report: BuildReport
 
 
@@ -182,7 +182,8 @@ class _Builder:
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
-        capture = partial(self._capture, runner, padded, slots, wide_logits)
+        sizes = padded.decode.sizes if config.graphs else []
+        capture = partial(self._capture, runner, slots, wide_logits, sizes=sizes)
         graphs = capture()
         usable = num_blocks - 1
         tokenizer = find_tokenizer(loaded.directory)
@@ -362,8 +363,8 @@ class _Builder:
         # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
         return 2 * peak + (MAX_PROMPT_GRAPHS * _GRAPH_BYTES if config.graphs else 0)
 
-    def _capture(self, runner: Runner, shapes: PaddedShapes, slots: list[Slot], logits: torch.Tensor) -> int:
-        if not self.on_cuda or not self.config.graphs:
+    def _capture(self, runner: Runner, slots: list[Slot], logits: torch.Tensor, *, sizes: Sequence[int]) -> int:
+        if not self.on_cuda or not sizes:
             return 0
         from .device.graphs import Graphs
 
@@ -371,7 +372,7 @@ class _Builder:
             slot.device_input.zero_()
         graphs = Graphs(self.device.compute.raw)  # type: ignore[attr-defined]  # a CUDA stream has one
         prompts = StepBuffers(self.device, len(slots[0].device_input), self.max_lanes)
-        runner.capture(graphs, shapes.decode.sizes, slots, prompts, logits)
+        runner.capture(graphs, sizes, slots, prompts, logits)
         return len(graphs)
 
 

@@ -1,22 +1,28 @@
 """`sampling`: what a step takes with different sampling parameters, against a step that ends with a bare argmax.
 
-The time of a step is the difference between a long and a short run, over the steps that the long one has more: so it is
-that of steps in which all rows decode. Rows with a grammar may sit steps out; the others set the pace, and are timed.
+All cases run on one engine, which captures only the graphs of the steps that are timed, and captures them anew where
+tokens are made in another way. The time of a step is the median time from its begin on the device to the begin of the
+next one, over the steps in which all rows decode. Rows with a grammar may sit steps out; the others set the pace.
 """
 
 from __future__ import annotations
 
 import random
-import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 
 from .. import Engine
 from ..build import Parts, build
+from ..device.activity import Window
+from ..device.buckets import Buckets
 from ..errors import InvalidConfig, TwostrokeError
+from ..sampling.sampler import sample
 from ..sampling_params import SamplingParams
 from ..structured import StructuredOutput
 from .made_up_tokenizer import made_up_tokenizer
@@ -27,6 +33,8 @@ from .result import Result, Run, compared
 GRAMMAR_EVERY = 10
 """Every so many rows has a grammar in the case of that name."""
 
+WARM_UP_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class Load:
@@ -35,7 +43,7 @@ class Load:
     Attributes:
         model: a preset. device, dtype: of the engine.
         rows: samples that decode together, after prompts of `prompt` tokens.
-        short, long: tokens of each in the two runs.
+        tokens: of each, in a measured run.
     """
 
     model: str = "llama-3.1-8b"
@@ -43,8 +51,12 @@ class Load:
     dtype: str = "bfloat16"
     rows: int = 256
     prompt: int = 32
-    short: int = 32
-    long: int = 288
+    tokens: int = 80
+
+    @property
+    def timed_rows(self) -> int:
+        """Rows without a grammar, where some have one: those that decode in every step."""
+        return self.rows - -(-self.rows // GRAMMAR_EVERY)
 
 
 def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
@@ -62,16 +74,18 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
 
 
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
-    """Measure the bare argmax, then all cases, each engine alone."""
+    """Measure the bare argmax, then all cases, on one engine; each is told of as it is done."""
     measured: dict[str, list[Run]] = {}
-    for draw, cases in ((bare_argmax, {"argmax": _greedy}), (None, CASES)):
-        with _TimedEngine(draw, **_settings(load, loop, options)) as engine:
+    with _TimedEngine(load, **_settings(load, loop, options)) as engine:
+        for draw, cases in ((bare_argmax, {"argmax": _greedy}), (sample, CASES)):
+            engine.make_tokens_by(draw)
             for case, parameters in cases.items():
-                say(f"{case}, {loop} loop")
-                time_rows(engine, load, parameters, load.short)
+                time_step(engine, load, parameters, WARM_UP_TOKENS)
                 measured[case] = [_measure(engine, load, parameters, loop) for _ in range(options.repetitions)]
-        del engine
-        release_memory()
+                milliseconds = median(run.ms_per_step or 0.0 for run in measured[case])
+                say(f"{case}, {loop} loop: {milliseconds:.2f} ms a step")
+    del engine
+    release_memory()
     return compared(measured)
 
 
@@ -86,22 +100,36 @@ def _settings(load: Load, loop: str, options: BenchOptions) -> dict[str, Any]:
         "max_rows": load.rows,
         "max_step_tokens": options.step_tokens(2048),
         # Rows with a grammar are let go at the end, before they reach it.
-        "max_model_len": 2 * (load.prompt + load.long),
+        "max_model_len": 2 * (load.prompt + load.tokens),
         "max_ledgers": load.rows,
         "prefix_cache": False,  # the same prompts come in every repetition
+        "graphs": False,  # those of the steps that are timed are captured later
         "seed": 0,
     }
+
+
+Draw = Callable[..., None]
+"""Makes tokens of logits, see `sampling.sampler.sample`."""
 
 
 class _TimedEngine(Engine):
     """An engine with a made-up tokenizer, which grammars need, and its own way of making tokens of logits."""
 
-    def __init__(self, draw: Callable[..., None] | None, **settings: Any) -> None:
-        self._draw = draw
+    def __init__(self, load: Load, **settings: Any) -> None:
+        self._draw: Draw = sample
+        buckets = Buckets.padded(load.rows)
+        self._sizes = [size for size in buckets.sizes if size >= buckets.fit(load.timed_rows)]
         super().__init__(**settings)
 
     def _build(self) -> Parts:
-        return build(self.config, draw=self._draw, make_tokenizer=made_up_tokenizer)
+        return build(self.config, draw=lambda *given: self._draw(*given), make_tokenizer=made_up_tokenizer)
+
+    def make_tokens_by(self, draw: Draw) -> None:
+        """Draw with `draw` from now on; nothing may be running."""
+        self._draw = draw
+        with self._parts.device.current(), torch.inference_mode():
+            self._parts.capture(sizes=self._sizes)
+            self._parts.device.synchronize()
 
 
 def bare_argmax(
@@ -142,8 +170,8 @@ def _grammar(row: int) -> dict[str, Any]:
 CASES: dict[str, Parameters] = {"greedy": _greedy, "top_p": _top_p, "penalties": _penalties, "grammar": _grammar}
 
 
-def time_rows(engine: Engine, load: Load, parameters: Parameters, tokens: int) -> float:
-    """Return the seconds until all rows that are timed have so many tokens; the others are let go then.
+def time_step(engine: Engine, load: Load, parameters: Parameters, tokens: int) -> float:
+    """Let all rows that are timed have so many tokens, and the others go then; return the seconds of a step.
 
     Raises:
         TwostrokeError: a row did not run throughout.
@@ -152,22 +180,29 @@ def time_rows(engine: Engine, load: Load, parameters: Parameters, tokens: int) -
     prompts = [[rng.randint(10, 250) for _ in range(load.prompt)] for _ in range(load.rows)]
     asked = [SamplingParams(max_tokens=None, ignore_eos=True, **parameters(row)) for row in range(load.rows)]
     asked = [params if params.structured else replace(params, max_tokens=tokens) for params in asked]
-    started = time.perf_counter()
+    engine._parts.runner.activity.window = window = deque(maxlen=2 * tokens + 2 * load.rows)
     handles = [engine.submit(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
     endless = [handle for handle, params in zip(handles, asked, strict=True) if params.structured]
     outputs = [handle.result() for handle in handles if handle not in endless]
-    seconds = time.perf_counter() - started
     complete = not any(handle.done for handle in endless) and not engine.stats().preemptions
     for handle in endless:
         handle.cancel()
         handle.result()
     if not complete or any(len(output.token_ids) < tokens for output in outputs):
         raise TwostrokeError(f"not all of {load.rows} rows ran throughout {tokens} tokens")
-    return seconds
+    return _median_period(window, load)
+
+
+def _median_period(window: Window, load: Load) -> float:
+    """Seconds from one step in which all timed rows decode to the next one."""
+    steady = [times for times in list(window) if times.lanes >= load.timed_rows]
+    periods = [b.compute[0] - a.compute[0] for a, b in pairwise(steady) if b.step == a.step + 1]
+    if not periods:
+        raise TwostrokeError(f"there were no two steps in a row in which {load.timed_rows} rows decode")
+    return median(periods)
 
 
 def _measure(engine: Engine, load: Load, parameters: Parameters, loop: str) -> Run:
-    steps = load.long - load.short
-    seconds = time_rows(engine, load, parameters, load.long) - time_rows(engine, load, parameters, load.short)
-    ms_per_step = 1e3 * seconds / steps
-    return Run(engine="twostroke", loop=loop, seconds=seconds, tokens=steps * load.rows, ms_per_step=ms_per_step)
+    step = time_step(engine, load, parameters, load.tokens)
+    tokens = load.tokens * load.rows
+    return Run(engine="twostroke", loop=loop, seconds=load.tokens * step, tokens=tokens, ms_per_step=1e3 * step)
