@@ -87,7 +87,7 @@ def test_a29_a_step_that_samples_nothing(depth):
     shop.submit(20, 2)
     plan = shop.launch()
     assert len(plan.sampling_chunks()) == 0
-    assert shop.commit() == ([], [], pytest.approx(np.empty(0)))
+    assert shop.commit()[:3] == ([], [], pytest.approx(np.empty(0)))
     finish(shop)
 
 

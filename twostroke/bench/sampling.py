@@ -76,7 +76,8 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
     """Measure the bare argmax, then all cases, on one engine; each is told of as it is done."""
     measured: dict[str, list[Run]] = {}
-    with _TimedEngine(load, **_settings(load, loop, options)) as engine:
+    engine = _TimedEngine(load, **_settings(load, loop, options))
+    with engine:
         for draw, cases in ((bare_argmax, {"argmax": _greedy}), (sample, CASES)):
             engine.make_tokens_by(draw)
             for case, parameters in cases.items():
@@ -180,7 +181,8 @@ def time_step(engine: Engine, load: Load, parameters: Parameters, tokens: int) -
     prompts = [[rng.randint(10, 250) for _ in range(load.prompt)] for _ in range(load.rows)]
     asked = [SamplingParams(max_tokens=None, ignore_eos=True, **parameters(row)) for row in range(load.rows)]
     asked = [params if params.structured else replace(params, max_tokens=tokens) for params in asked]
-    engine._parts.runner.activity.window = window = deque(maxlen=2 * tokens + 2 * load.rows)
+    window: Window = deque(maxlen=2 * tokens + 2 * load.rows)
+    engine._parts.runner.activity.window = window
     handles = [engine.submit(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
     endless = [handle for handle, params in zip(handles, asked, strict=True) if params.structured]
     outputs = [handle.result() for handle in handles if handle not in endless]
