@@ -21,6 +21,8 @@ from .connection import ClientGone
 from .endpoints import add_chat, add_completions, add_responses
 from .http_errors import on_any_error, on_api_error, on_http_error
 from .info import add_info, add_probes
+from .live import add_live
+from .page import add_page
 from .request_log import HEADER, RequestLog
 from .scrape import add_metrics
 from .service import Service
@@ -35,8 +37,9 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="twostroke", version=__version__, docs_url=None, redoc_url=None)
     open_to_all = APIRouter()
     add_probes(open_to_all, service)
+    add_page(open_to_all)
     with_key = APIRouter(dependencies=[Depends(require_key(service.settings.api_keys))])
-    for add in (add_chat, add_completions, add_responses, add_tokens, add_info, add_metrics):
+    for add in (add_chat, add_completions, add_responses, add_tokens, add_info, add_metrics, add_live):
         add(with_key, service)
     app.include_router(open_to_all)
     app.include_router(with_key)

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..openai.call import Call
 from ..openai.errors import ApiError
 from ..openai.events import event
 from .connection import ClientGone, while_connected
 
 
 class EventStream(Response):
-    """Sends events as they come, and ends the call with the stream, in whatever way that ends.
+    """Sends events as they come, and tells when the stream is over, in whatever way it ended.
 
     A client that reads slowly holds up its own stream alone: what comes meanwhile is merged by its handles.
 
     Args:
-        call: what the events are made of.
         events: may raise ApiError, which becomes the last event.
+        on_end: called when the stream is over.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None] = lambda: None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._call = call
         self._events = events
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -39,7 +38,7 @@ class EventStream(Response):
         except ClientGone:
             pass
         finally:
-            self._call.end()
+            self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

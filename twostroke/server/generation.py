@@ -28,7 +28,7 @@ class Answer(Protocol):
 async def respond(request: Request, call: Call, answer: Answer, *, stream: bool) -> Response:
     """Return the response; the call ends with it."""
     if stream:
-        return EventStream(call, answer.events(call))
+        return EventStream(answer.events(call), call.end)
     try:
         outputs = await while_connected(request, call.outputs())
     finally:

@@ -53,6 +53,11 @@ class Service:
         return self.alive and not self._draining
 
     @property
+    def draining(self) -> bool:
+        """Whether the server is shutting down."""
+        return self._draining
+
+    @property
     def engine(self) -> RemoteEngine:
         """The engine.
 
