@@ -19,8 +19,8 @@ import torch
 
 from .. import Engine
 from ..build import Parts, build
-from ..device.activity import Window
 from ..device.buckets import Buckets
+from ..device.step_times import StepTimes
 from ..errors import InvalidConfig, TwostrokeError
 from ..sampling.sampler import sample
 from ..sampling_params import SamplingParams
@@ -181,7 +181,7 @@ def time_step(engine: Engine, load: Load, parameters: Parameters, tokens: int) -
     prompts = [[rng.randint(10, 250) for _ in range(load.prompt)] for _ in range(load.rows)]
     asked = [SamplingParams(max_tokens=None, ignore_eos=True, **parameters(row)) for row in range(load.rows)]
     asked = [params if params.structured else replace(params, max_tokens=tokens) for params in asked]
-    window: Window = deque(maxlen=2 * tokens + 2 * load.rows)
+    window: deque[StepTimes] = deque(maxlen=2 * tokens + 2 * load.rows)
     engine._parts.runner.activity.window = window
     handles = [engine.submit(prompt, params) for prompt, params in zip(prompts, asked, strict=True)]
     endless = [handle for handle, params in zip(handles, asked, strict=True) if params.structured]
@@ -195,7 +195,7 @@ def time_step(engine: Engine, load: Load, parameters: Parameters, tokens: int) -
     return _median_period(window, load)
 
 
-def _median_period(window: Window, load: Load) -> float:
+def _median_period(window: deque[StepTimes], load: Load) -> float:
     """Seconds from one step in which all timed rows decode to the next one."""
     steady = [times for times in list(window) if times.lanes >= load.timed_rows]
     periods = [b.compute[0] - a.compute[0] for a, b in pairwise(steady) if b.step == a.step + 1]
