@@ -57,6 +57,16 @@ def small_dir(smollm2_dir, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster of two nodes on this machine, which this process is connected to; see ray_nodes.py."""
+    pytest.importorskip("ray")
+    from ray_nodes import RayNodes
+
+    with RayNodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
 def server(small_dir):
     """A server of the small model, started as a command."""
     from serving import served

@@ -78,6 +78,7 @@ ALLOWED = {
     | {"prometheus_client"}
     | ENGINE
     | BELOW_ENGINE,
+    "fleet": {"ray", "starlette", "pydantic", "msgspec", "openai", "server"},
     "cli": {"typer", "rich", "torch", "bench", "trace", "server"} | ENGINE | BELOW_ENGINE,
 }
 """What each part may import, besides the standard library, itself, and (all but `kernels`) `errors`."""
