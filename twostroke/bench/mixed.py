@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -25,35 +25,10 @@ from ..text.handle import Handle
 from .ceilings import Ceilings, measure_ceilings
 from .floor import mixed_floor
 from .measure import measured_between
+from .mix import WARM_UP_TOKENS, Mix
 from .offline import cost_of, release_memory
 from .options import BenchOptions
 from .result import Result, Run
-
-
-@dataclass(frozen=True)
-class Mix:
-    """The workload.
-
-    Attributes:
-        model: a preset.
-        rows: samples that decode throughout, after prompts of `row_prompt` tokens.
-        arrivals: prompts of `prompt` tokens, one every `every` seconds, one output token each.
-        spare_rows: rows of the engine for arrivals that overlap.
-        watched: decoding rows whose tokens are timed.
-        max_model_len: of the engine; the decoding rows may not reach it.
-        max_step_tokens: of the engine: how much of a prompt one step takes bounds the rows' waits.
-    """
-
-    model: str = "llama-3.1-8b"
-    rows: int = 64
-    row_prompt: int = 600
-    arrivals: int = 100
-    prompt: int = 2000
-    every: float = 0.1
-    spare_rows: int = 16
-    watched: int = 4
-    max_model_len: int = 8192
-    max_step_tokens: int = 576
 
 
 def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
@@ -148,7 +123,6 @@ def run_mix(engine: Engine, mix: Mix, loop: str, ceilings: Ceilings) -> Run:
     )
 
 
-WARM_UP_TOKENS = 16
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
