@@ -17,6 +17,7 @@ from .demo import demo
 from .generate import generate
 from .profile import profile
 from .serve import serve
+from .simulate import simulate
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the input was refused; something went wrong while running; Ctrl-C."""
@@ -58,6 +59,7 @@ app.command()(generate)
 app.command()(serve)
 app.command()(bench)
 app.command()(profile)
+app.command()(simulate)
 app.command()(demo)
 
 

@@ -1,0 +1,248 @@
+"""The step-time model's fit, the simulated benchmarks, and the command."""
+
+import inspect
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from twostroke import Engine, InvalidConfig
+from twostroke.bench.offline import cost_of
+from twostroke.bench.result import Result, Run
+from twostroke.cli.main import app
+from twostroke.cli.simulate import SettingsFlags, TrafficFlags
+from twostroke.simulate.benchmarks import KNOWN, simulate_benchmark
+from twostroke.simulate.fit import fit_results, least_squares, loops_of, read_result, step_seconds
+from twostroke.simulate.search import parse_variants
+from twostroke.simulate.settings import Settings
+from twostroke.simulate.shape import cost_of_preset
+from twostroke.simulate.step_time import StepTime
+from twostroke.simulate.traffic import Traffic
+
+RESULTS = Path(__file__).parent.parent / "bench" / "results"
+ARTICLE = RESULTS / "article-512-nvidia-h200-2026-11-29.json"
+SMALL = RESULTS / "small-nvidia-h200-2026-11-29.json"
+MEMORY = 130e9
+TRUE = StepTime(cost_of_preset("llama-3.1-8b"), 4.3e12, 7.4e14, factor=1.2, per_step=8e-4, per_row=2e-6, host=6e-4)
+
+
+def test_a_preset_costs_what_the_model_says() -> None:
+    with Engine("tiny", device="cpu", num_blocks=16, max_rows=2) as engine:
+        assert cost_of_preset("tiny", dtype_bytes=4) == cost_of(engine.model)
+
+
+def test_qwen3_and_llama_have_the_sizes_that_results_state() -> None:
+    for path, model in ((ARTICLE, "llama-3.1-8b"), (SMALL, "qwen3-0.6b")):
+        facts = read_result(path).workload
+        assert facts["model"] == model
+        assert cost_of_preset(model).kv_bytes == facts["cache_bytes"] / facts["num_blocks"] / 16
+    assert cost_of_preset("qwen3-0.6b").weight_bytes == 1_192_099_840
+
+
+# The fit
+
+
+def invented(benchmark: str, truth: StepTime = TRUE, gpu: str = "a GPU") -> Result:
+    """The result of a machine that follows the model."""
+    runs = []
+    for loop in ("sync", "async"):
+        one = simulate_benchmark(benchmark, truth, loop, {}, MEMORY)
+        per_step = 1e3 * one.seconds / one.steps
+        active = 1 - 1e3 * truth.host / per_step if loop == "sync" else 1.0
+        figures = {"seconds": one.seconds, "tokens": one.tokens, "ms_per_step": per_step, "gpu_active": active}
+        runs.append(Run(engine="twostroke", loop=loop, **figures))
+    ceilings = {"read_bytes_per_s": truth.read_bytes_per_s, "flop_per_s": truth.flop_per_s}
+    return Result(benchmark=benchmark, gpu=gpu, workload=ceilings, runs=tuple(runs))
+
+
+def test_three_results_of_a_machine_that_follows_the_model_give_it_back() -> None:
+    fit = fit_results([invented(name) for name in ("article-512", "gsm8k", "mixed")], MEMORY)
+    assert fit.error < 0.01
+    assert fit.step_time.factor == pytest.approx(TRUE.factor, rel=0.02)
+    assert fit.step_time.host == pytest.approx(TRUE.host, rel=0.05)
+    assert fit.step_time.per_row > 0
+    ahead = simulate_benchmark("rollouts-1024", fit.step_time, "async", {}, MEMORY)
+    truth = simulate_benchmark("rollouts-1024", TRUE, "async", {}, MEMORY)
+    assert ahead.tokens_per_s == pytest.approx(truth.tokens_per_s, rel=0.02)
+
+
+def test_one_result_decides_on_the_factor_alone() -> None:
+    fit = fit_results([read_result(ARTICLE)], MEMORY)
+    assert (fit.step_time.per_step, fit.step_time.per_row) == (0.0, 0.0)
+    assert 1.0 < fit.step_time.factor < 2.0
+    assert fit.error < 1e-9
+
+
+def test_least_squares_never_gives_a_negative_weight() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        terms = rng.uniform(0, 1, (int(rng.integers(1, 6)), 3))
+        for count in (1, 2, 3):
+            weights = np.array(least_squares(terms, count))
+            assert (weights >= 0).all()
+            assert not weights[count:].any()
+            error = ((terms @ weights - 1) ** 2).sum()
+            for other in rng.uniform(0, 3, (50, 3)) * (np.arange(3) < count):
+                assert error <= ((terms @ other - 1) ** 2).sum() + 1e-9
+
+
+def test_host_time_is_what_the_synchronous_loop_does_not_hide() -> None:
+    def seconds(*runs: tuple[str, float, float | None]) -> tuple[float, float]:
+        made = [
+            Run(engine="twostroke", loop=loop, seconds=1.0, tokens=1, ms_per_step=ms, gpu_active=active)
+            for loop, ms, active in runs
+        ]
+        return step_seconds(Result(benchmark="small", gpu="x", workload={}, runs=tuple(made)))
+
+    assert seconds(("sync", 6.0, 0.8), ("async", 5.0, 1.0)) == pytest.approx((5e-3, 1.2e-3))
+    assert seconds(("sync", 6.0, None), ("async", 5.0, 1.0)) == pytest.approx((5e-3, 1e-3))
+    assert seconds(("async", 5.0, 1.0)) == pytest.approx((5e-3, 0.0))
+    assert seconds(("sync", 6.0, 0.8)) == pytest.approx((4.8e-3, 1.2e-3))
+
+
+def test_results_of_two_models_are_refused() -> None:
+    with pytest.raises(InvalidConfig, match="one model and one GPU"):
+        fit_results([read_result(ARTICLE), read_result(SMALL)], MEMORY)
+
+
+# The benchmarks
+
+
+@pytest.mark.parametrize("path", [ARTICLE, SMALL], ids=["article-512", "small"])
+def test_a_benchmark_takes_the_steps_that_the_engine_took(path: Path) -> None:
+    result = read_result(path)
+    fit = fit_results([result], MEMORY)
+    for loop, run in loops_of(result).items():
+        one = simulate_benchmark(result.benchmark, fit.step_time, loop, result.workload, MEMORY)
+        assert one.steps == round(1e3 * run.seconds / run.ms_per_step)
+        assert one.tokens == run.tokens
+        assert one.tokens_per_s == pytest.approx(run.tokens_per_s, rel=0.01)
+
+
+def test_mixed_arrivals_keep_their_pace() -> None:
+    one = simulate_benchmark("mixed", TRUE, "async", {}, MEMORY)
+    assert 9.9 < one.seconds < 10.3, "100 arrivals, a tenth of a second apart"
+    assert one.tokens > 100 + 64 * 100
+    assert one.extra["inter_token_p50_ms"] < one.extra["inter_token_p99_ms"] < one.extra["first_token_p50_ms"]
+    smaller = simulate_benchmark("mixed", TRUE, "async", {"max_step_tokens": 320}, MEMORY)
+    assert smaller.extra["inter_token_p99_ms"] < one.extra["inter_token_p99_ms"]
+    assert smaller.extra["first_token_p50_ms"] > one.extra["first_token_p50_ms"]
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="'cpu-step' cannot be simulated"):
+        simulate_benchmark("cpu-step", TRUE, "async", {}, MEMORY)
+    assert "mixed" in KNOWN
+
+
+# The command
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+
+
+FIT = ("--fit", ARTICLE)
+FEW = ("--requests", 60, "--rate", 20, "--prompt-tokens", "50-400", "--output-tokens", "20-60")
+
+
+def test_flags_have_the_names_and_defaults_of_what_they_set() -> None:
+    of_engine = {name: p.default for name, p in inspect.signature(Engine).parameters.items()}
+    for f in fields(Settings):
+        assert f.name == "max_model_len" or f.default == of_engine[f.name], f.name
+    assert SettingsFlags() == SettingsFlags(**{f.name: f.default for f in fields(Settings)})
+    assert {f.name for f in fields(TrafficFlags)} == {f.name for f in fields(Traffic)}
+    assert TrafficFlags().traffic() == Traffic(requests=TrafficFlags().requests)
+
+
+def test_it_prints_a_row_per_number_of_replicas_and_writes_both_files(tmp_path: Path) -> None:
+    result = run(
+        *FIT, *FEW, "--replicas", "1..2", "--price", 36, "--json", tmp_path / "x.json", "--png", tmp_path / "x.png"
+    )
+    assert result.exit_code == 0, result.output
+    assert "fit: article-512 measured 5.481 ms/step" in result.stdout
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert [one["replicas"] for one in written["candidates"]] == [1, 2]
+    for one in written["candidates"]:
+        assert (one["requests"], one["refused"]) == (60, 0)
+        assert one["cost"] == pytest.approx(36 * one["replicas"] * one["seconds"] / 3600)
+        assert f"{one['tokens_per_s']:.1f}" in result.stdout
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_targets_end_the_search_and_name_the_answer() -> None:
+    result = run(*FIT, *FEW, "--replicas", "1..9", "--rate", 200, "--max-rows", 8, "--target-ttft-ms", 400)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line[:1].isdigit() and ":" not in line]
+    met = [float(row[5]) <= 400 for row in rows]
+    assert met == [False] * (len(met) - 1) + [True]
+    assert 1 < len(met) < 9
+    assert f"{len(met)}: the fewest that meet the targets" in result.stdout
+    assert "none meets the targets" in run(*FIT, *FEW, "--target-ttft-ms", 0.1).stdout
+
+
+def test_a_sweep_changes_the_settings_that_it_names() -> None:
+    assert parse_variants(["max-rows=4,8", "policy=fcfs", "prefix_cache=false", "max_prompt_ms=none,2.5"]) == [
+        {"max_rows": rows, "policy": "fcfs", "prefix_cache": False, "max_prompt_ms": ms}
+        for rows in (4, 8)
+        for ms in (None, 2.5)
+    ]
+    result = run(*FIT, *FEW, "--sweep", "max_rows=2,16")
+    assert result.exit_code == 0, result.output
+    slow, fast = (line.split() for line in result.stdout.splitlines() if line.startswith("1 "))
+    assert (slow[1], fast[1]) == ("2", "16")
+    assert float(slow[5]) > float(fast[5])
+
+
+def test_it_sets_a_benchmark_beside_its_result(tmp_path: Path) -> None:
+    result = run(*FIT, "--bench", "article-512", "--against", ARTICLE, "--json", tmp_path / "x.json")
+    assert result.exit_code == 0, result.output
+    runs = json.loads((tmp_path / "x.json").read_text())["runs"]
+    assert [one["loop"] for one in runs] == ["sync", "async"]
+    assert all(abs(one["error"]) < 0.01 for one in runs)
+    alone = run(*FIT, "--bench", "rollouts-1024")
+    assert alone.exit_code == 0
+    assert "rollouts" not in alone.stdout.splitlines()[0]
+
+
+def test_a_trace_is_simulated_too(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"arrival": 0, "prompt_tokens": 9, "output_tokens": 4}\n' * 5)
+    result = run(*FIT, "--trace", tmp_path / "t.jsonl", "--model", "qwen3-0.6b")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].split()[:3] == ["1", "5", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--replicas", "8..1"), "replicas='8..1'"),
+        (("--routing", "random"), "routing='random'"),
+        (("--rate", "0"), "rate=0"),
+        (("--prompt-tokens", "many"), "prompt_tokens='many'"),
+        (("--max-rows", "0"), "max_rows=0"),
+        (("--sweep", "colour=red"), "'colour' is none of"),
+        (("--sweep", "slots=two"), "'two' is no value of slots"),
+        (("--bench", "cpu-step"), "cannot be simulated"),
+        (("--bench", "small"), "runs qwen3-0.6b"),
+        (("--bench", "gsm8k", "--against", str(ARTICLE)), "is a result of 'article-512'"),
+        (("--model", "gpt"), "model='gpt'"),
+        (("--memory-bytes", "1e9"), "bytes for the cache"),
+        (("--fit", str(RESULTS / "cpu-demo-amd-epyc-2026-11-29.json")), "is none of"),
+        (("--fit", __file__), "is not a result of twostroke bench"),
+        (("--trace", "missing.jsonl"), "missing.jsonl"),
+    ],
+)
+def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*FIT, *arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_result_of_another_gpu_is_not_mixed_in() -> None:
+    ours = read_result(ARTICLE)
+    with pytest.raises(InvalidConfig, match="one GPU"):
+        fit_results([ours, replace(ours, gpu="another")], MEMORY)
