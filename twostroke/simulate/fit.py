@@ -80,16 +80,21 @@ def loops_of(result: Result) -> dict[str, Run]:
     return {run.loop: run for run in medians(runs) if run.loop is not None}
 
 
-def step_seconds(result: Result) -> tuple[float, float]:
+def step_seconds(result: Result) -> tuple[float, float | None]:
     """Mean seconds of a step on the device, and of what the CPU does between two steps if nothing hides it.
 
-    The first is what a step takes under the asynchronous loop, the second the device's idle time for each step under
-    the synchronous one; where one of them was not measured, the other is taken apart.
+    The first is what a step takes under the asynchronous loop, the second what it takes longer under the synchronous
+    one. Where the steps of the two are not alike, or one loop was not measured, the synchronous one's idle time tells
+    the second, or nothing does.
     """
     runs = loops_of(result)
     sync, overlapped = (1e-3 * (runs[loop].ms_per_step or 0.0) if loop in runs else 0.0 for loop in ("sync", "async"))
-    active = runs["sync"].gpu_active if sync else None
-    idle = max(0.0, sync - overlapped) if active is None else sync * (1 - active)
+    if not sync:
+        return overlapped, None
+    active = runs["sync"].gpu_active
+    idle = sync * (1 - active) if active is not None else 0.0
+    if overlapped and (active is None or result.benchmark in WORKLOADS):
+        idle = max(0.0, sync - overlapped)
     return overlapped or sync - idle, idle
 
 
@@ -98,7 +103,8 @@ def fit_results(results: Sequence[Result], memory_bytes: float) -> Fit:
 
     What a step had to do on average is read off a simulation of the benchmark. Then `factor`, `per_step` and `per_row`
     are those, none of them negative, for which the sum of the squared relative errors is least. One result decides on
-    the factor alone, two on `per_step` as well, three or more on all. `host` is the mean of what results state.
+    the factor alone, two on `per_step` as well, three or more on all. `host` is the mean of what results
+    state, 0 if none does.
 
     Raises:
         InvalidConfig: they are not of one model and one GPU.
@@ -109,8 +115,10 @@ def fit_results(results: Sequence[Result], memory_bytes: float) -> Fit:
     model, gpu = kinds.pop()
     facts = results[0].workload
     step_time = StepTime(cost_of_preset(model), facts["read_bytes_per_s"], facts["flop_per_s"], factor=FIRST_FACTOR)
-    device, host = (np.array(values) for values in zip(*map(step_seconds, results), strict=True))
-    step_time = replace(step_time, host=float(host.mean()))
+    stated = [step_seconds(result) for result in results]
+    device = np.array([seconds for seconds, _ in stated])
+    hosts = [seconds for _, seconds in stated if seconds is not None]
+    step_time = replace(step_time, host=float(np.mean(hosts)) if hosts else 0.0)
     means: list[Simulated] = []
     for _ in range(ROUNDS):
         # NOTE: where all requests come at once, who shares a step does not depend on how long it takes.
