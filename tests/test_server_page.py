@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
+import shutil
 import time
 from contextlib import ExitStack
 from itertools import pairwise
@@ -103,6 +105,7 @@ def test_a_glimpse_is_all_that_is_kept():
         seen = glimpse.look()
         assert len(seen) == 5
         assert all(times.h2d is not None for times in seen)
+        assert glimpse.look() == seen  # nothing came since
         run(2)  # fewer than were asked for: they stay
         few = [times.step for times in glimpse.look()]
         run(20)
@@ -124,23 +127,31 @@ def test_the_page_has_the_colors_of_profiles():
     assert all(f'"{color}"' in PAGE.decode() for color in STEP_COLORS)
 
 
+ENDLESSLY = """
+const plainly = window.fetch;
+window.fetch = (url, options) => plainly(
+  url, options.body ? {...options, body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true})} : options
+);
+"""
+"""Lets the model say more than it has to."""
+
+
 @pytest.fixture(scope="module")
 def page(small_dir, tmp_path_factory):
-    """The page of a server that wants a key and has work to do, at its first sight."""
+    """The page of a server that wants a key, and whose answers last for as long as the test looks at them."""
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
-    flags = ("--num-blocks", "900", "--max-rows", "4", "--gpu-price", "3", "--no-log-requests")
+    lasting = shutil.copytree(small_dir, tmp_path_factory.mktemp("lasting"), dirs_exist_ok=True)
+    config = json.loads((lasting / "config.json").read_text()) | {"max_position_embeddings": 1 << 14}
+    (lasting / "config.json").write_text(json.dumps(config))
+    flags = ("--num-blocks", "1100", "--max-rows", "4", "--gpu-price", "3", "--no-log-requests")
     with (
-        served(small_dir, *flags, TWOSTROKE_API_KEY=KEY) as server,
+        served(lasting, *flags, TWOSTROKE_API_KEY=KEY) as server,
         browser(tmp_path_factory.mktemp("browser")) as page,
     ):
         page.look(width=1200, height=900)
         page.open(server.url)
         yield page
-
-
-def running(page: Any) -> str:
-    return page.run("document.querySelectorAll('#cards b')[2]?.textContent")
 
 
 def ask(page: Any, text: str) -> None:
@@ -161,13 +172,13 @@ def test_the_page_in_a_browser(page, tmp_path):
     )
     page.wait_for("document.getElementById('state').textContent === 'resting'")
 
-    # The chat answers; meanwhile the timeline moves.
-    page.run("document.getElementById('temperature').value = 0")
+    # The chat answers, as long as it may; meanwhile the timeline moves.
+    page.run(ENDLESSLY)
     ask(page, "Tell me all of it.")
     page.wait_for("document.querySelectorAll('#timeline rect').length > 20")
     first = page.run("document.getElementById('span').textContent")
     page.wait_for(f"document.getElementById('span').textContent !== {first!r}")
-    assert running(page) == "1 / 4"
+    page.wait_for("document.querySelectorAll('#cards b')[2].textContent === '1 / 4'")
     assert page.run("document.getElementById('state').textContent") == "working"
     rows = page.run("[...document.querySelectorAll('#timeline > text')].map((text) => text.textContent)")
     assert {"CPU", "H2D", "compute", "D2H"} <= set(rows)

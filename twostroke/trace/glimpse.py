@@ -20,6 +20,7 @@ class Glimpse:
         self._activity = activity
         self._steps = steps
         self._kept: list[StepTimes] = []
+        self._shown: list[StepTimes] = []
 
     def append(self, times: StepTimes) -> None:
         """Keep the times of a step; called by the loop."""
@@ -30,10 +31,10 @@ class Glimpse:
     def look(self) -> Sequence[StepTimes]:
         """Return the steps that came after the last look, at most those that it asked for, and ask for more.
 
-        Where fewer came than it asked for, they stay, and the next ones are added to them.
+        Where fewer came, they stay, and the next ones are added to them; where none came, those seen last are returned.
         """
         kept = self._kept[: self._steps]
         if self._activity.window is None:
-            self._kept = []
+            self._shown, self._kept = kept, []
             self._activity.window = self
-        return kept
+        return kept or self._shown
