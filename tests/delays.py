@@ -48,7 +48,7 @@ class DelayedStream:
 
 
 class DelayedDevice(Device):
-    """A device whose three streams are delayed, each by its own random sequence."""
+    """A device whose four streams are delayed, each by its own random sequence."""
 
     def __init__(self, device: Device | None = None, *, seed: int = 0, longest: float = 0.004) -> None:
         self._device = device or CpuDevice(strict=True)
@@ -57,8 +57,10 @@ class DelayedDevice(Device):
         self.h2d = DelayedStream(self._device.h2d, sleep, seed, longest)
         self.compute = DelayedStream(self._device.compute, sleep, seed + 1, longest)
         self.d2h = DelayedStream(self._device.d2h, sleep, seed + 2, longest)
+        self.offload = DelayedStream(self._device.offload, sleep, seed + 3, longest)
         self.meter = self._device.meter
         self.copy_meters = self._device.copy_meters
+        self.offload_meter = self._device.offload_meter
 
     def event(self, *, timed: bool = False) -> Event:
         return self._device.event(timed=timed)

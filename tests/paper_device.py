@@ -5,6 +5,8 @@ from collections import deque
 
 import numpy as np
 
+from twostroke.cache.copy_costs import CopyCosts
+from twostroke.cache.host_tier import HostTier
 from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
 from twostroke.request import FinishReason, Limits, Request, Sample, SampleState
 from twostroke.sampling_params import SamplingParams
@@ -55,6 +57,7 @@ class PaperDevice:
         written: step in which each block of each group was written last.
         version: of the weights. version_of: by which of them each output of each seed was sampled.
         epoch_of: epoch of the row that wrote it; a row has the `epoch` in which it joined.
+        host: what each host slot holds, see `save`.
     """
 
     def __init__(self, *, max_rows: int, max_len: int, block_size: int, num_blocks: int, num_groups: int) -> None:
@@ -71,7 +74,17 @@ class PaperDevice:
         self.prefixes: dict[tuple[int, int], list[int]] = {}
         self.written = np.full((num_groups, num_blocks), -1)
         self.epoch_of = np.full((num_groups, num_blocks), -1)
+        self.host: dict[int, tuple] = {}
         self._step = -1
+
+    def save(self, block: int, slot: int) -> None:
+        prefixes = [self.prefixes[group, block] for group in range(self.num_groups)]
+        epochs = self.epoch_of[:, block].copy()
+        self.host[slot] = self.cache[:, block].copy(), prefixes, self.written[:, block].copy(), epochs
+
+    def load(self, slot: int, block: int) -> None:
+        self.cache[:, block], prefixes, self.written[:, block], self.epoch_of[:, block] = self.host[slot]
+        self.prefixes |= {(group, block): prefix for group, prefix in enumerate(prefixes)}
 
     def run(self, plan: Plan) -> StepOutput:
         self._step = plan.step
@@ -166,6 +179,56 @@ class PaperDevice:
         return token, int(flag)
 
 
+class PaperLink:
+    """Makes copies as late as it may: when a step must run after them, or `lag` polls later.
+
+    Attributes:
+        expected: of each block to be loaded, by step and block, the tokens up to its end.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self.device: PaperDevice | None = None
+        self.expected: dict[tuple[int, int], list[int]] = {}
+        self._lag = lag
+        self._queue: deque[tuple[int, Plan]] = deque()  # polls to go
+        self._done: list[tuple[int, int, float]] = []
+
+    def queue(self, plan: Plan) -> None:
+        if len(plan.saves) or len(plan.loads):
+            self._queue.append((self._lag, plan))
+        while self._queue and self._queue[0][1].step <= plan.after:
+            self._copy()
+
+    def poll(self) -> list[tuple[int, int, float]]:
+        self._queue = deque((polls - 1, plan) for polls, plan in self._queue)
+        while self._queue and self._queue[0][0] < 0:
+            self._copy()
+        done, self._done = self._done, []
+        return done
+
+    def _copy(self) -> None:
+        _, plan = self._queue.popleft()
+        for block, slot in plan.saves.tolist():
+            self.device.save(block, slot)
+        assert len(set(plan.saves[:, 1].tolist())) == len(plan.saves), "two saves to one slot"
+        assert len(set(plan.loads[:, 1].tolist())) == len(plan.loads), "two loads to one block"
+        for slot, block in plan.loads.tolist():
+            self.device.load(slot, block)
+            expected = self.expected.pop((plan.step, block))
+            assert all(self.device.prefixes[g, block] == expected for g in range(self.device.num_groups))
+            size = self.device.block_size
+            assert (self.device.cache[:, block] == expected[-size:]).all(), "other tokens came back"
+            assert (self.device.written[:, block] < plan.step).all()
+        self._done.append((plan.step, len(plan.saves) + len(plan.loads), 1.0))
+
+
+class EveryCopyPays(CopyCosts):
+    """Leaves nothing to the clock."""
+
+    def pays(self, copies: int) -> bool:
+        return True
+
+
 class Workshop:
     """A scheduler, a paper device and the steps in flight between them; keeps its own books of who may use what.
 
@@ -187,8 +250,13 @@ class Workshop:
         prefix_cache: bool = True,
         policy: Policy = FIRST_COME,
         costs: StepCosts | None = None,
+        host_slots: int = 0,
+        lag: int = 0,
+        ahead: int = 1 << 30,
     ) -> None:
         self.depth = depth
+        self.link = PaperLink(lag)
+        tier = HostTier(host_slots, usable_blocks + 1, ahead, EveryCopyPays(block_size), self.link)
         self.scheduler = Scheduler(
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
@@ -198,6 +266,7 @@ class Workshop:
             num_groups=num_groups,
             max_chunk_tokens=max_chunk_tokens,
             prefix_cache=prefix_cache,
+            tier=tier if host_slots else None,
             policy=policy,
             costs=costs,
             debug=True,
@@ -209,6 +278,7 @@ class Workshop:
             num_blocks=usable_blocks + 1,
             num_groups=num_groups,
         )
+        self.link.device = self.device
         self.limits = Limits(VOCAB, max_model_len, block_size, usable_blocks, priorities=True)
         self.num_rows = min(max_rows, max_step_tokens)
         self.in_flight: deque[tuple[Plan, StepOutput]] = deque()
@@ -307,6 +377,7 @@ class Workshop:
             assert self.in_flight or not self.scheduler.has_work, "nothing in flight, nothing planned, but work is left"
             return None
         self._check_reuse(plan)
+        self.link.queue(plan)
         self.in_flight.append((plan, self.device.run(plan)))
         self.plans.append(plan)
         return plan
@@ -357,9 +428,13 @@ class Workshop:
             assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
             self._user_of_row[row], self._row_of[sample] = sample, row
         joined = set(plan.joins["row"].tolist())
+        returning = set(plan.loads[:, 1].tolist())
         for group, row, index, block in plan.block_deltas.tolist():
             sample = self._user_of_row[row]
-            if row in joined and (index + 1) * self.limits.block_size <= self.hits[sample]:
+            found = row in joined and (index + 1) * self.limits.block_size <= self.hits[sample]
+            if found and block in returning:
+                self.link.expected[plan.step, block] = sample.tokens[: (index + 1) * self.limits.block_size].tolist()
+            if found and block not in returning:
                 self._check_shared(group, block, index, sample, committed)
                 self._owners[group, block].add(sample)
             else:
@@ -382,6 +457,10 @@ class Workshop:
         """A shared block was written after the very tokens that the sample has, by a committed step since a reset."""
         device, size = self.device, self.limits.block_size
         expected = sample.tokens[: (index + 1) * size].tolist()
+        coming = [tokens for (_, loaded), tokens in self.link.expected.items() if loaded == block]
+        if coming:
+            assert coming[-1] == expected, "a shared block is about to hold other tokens"
+            return
         assert device.cache[group, block].tolist() == expected[-size:], "a shared block holds other tokens"
         assert device.prefixes[group, block] == expected, "a shared block was written after other tokens"
         assert index * size + size < len(sample.tokens), "the last token must be computed"

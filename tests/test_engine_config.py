@@ -39,6 +39,7 @@ BAD = {
     "deterministic": [1, None, "yes"],
     "compile": [1, None, "yes", True],
     "prefix_cache": [1, None, "yes"],
+    "offload_bytes": [-1, 1.5, "1", True, 100, 10**15],
     "policy": ["lifo", None, 3],
     "patience": [0, -1, float("nan"), float("inf"), "10", True, 5],
     "max_waiting": [0, -1, 1.5, "4"],

@@ -31,9 +31,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "shortest"]),
         bounded=st.booleans(),
+        host_slots=st.sampled_from([0, 0, 1, 3, 20]),
+        lag=st.integers(0, 6),
+        ahead=st.sampled_from([1, 4, 100]),
     )
-    def open(self, policy, bounded, **config):
+    def open(self, policy, bounded, host_slots, prefix_cache, **config):
         costs = StepCosts(limit=5.0) if bounded else None
+        config |= {"host_slots": host_slots if prefix_cache else 0, "prefix_cache": prefix_cache}
         self.shop = Workshop(max_model_len=32, policy=make_policy(policy, 10.0), costs=costs, **config)
 
     @rule(

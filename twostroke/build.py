@@ -13,7 +13,9 @@ import torch
 
 from .attention.backends import make_attention
 from .attention.interface import Attention
+from .build_host_tier import make_host_tier
 from .build_report import BuildReport
+from .cache.host_tier import HostTier
 from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
@@ -28,7 +30,7 @@ from .device.streams import Device
 from .errors import InvalidConfig
 from .kernels.batch import TorchBatchOps
 from .kernels.ledger import LedgerOps, TorchLedgerOps
-from .kernels.step import StepInputs
+from .model.forward import Forward
 from .model.interface import Model
 from .model.load import LoadedModel, load_model
 from .plan import NO_FEATURES, Feature, max_ledger_words
@@ -69,20 +71,6 @@ class Parts:
     forward: Forward
     capture: Callable[..., int]
     report: BuildReport
-
-
-class Forward:
-    """The model over its attention: inputs of a step -> logits [S, V]."""
-
-    def __init__(self, model: Model, attention: Attention) -> None:
-        self.model = model
-        self.attention = attention
-
-    def __call__(self, step: StepInputs) -> torch.Tensor:
-        return self.model.forward(step, self.attention)
-
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        self.attention.copy_blocks(pairs)
 
 
 def build(
@@ -182,6 +170,9 @@ class _Builder:
         self._check_cache_fits(num_blocks * self._block_bytes(model))
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
+        tier = None
+        if config.offload_bytes:
+            tier, runner.transfers = make_host_tier(config, device, forward.attention, num_blocks, self.max_lanes)
         sizes = padded.decode.sizes if config.graphs else []
         capture = partial(self._capture, runner, slots, wide_logits, sizes=sizes)
         graphs = capture()
@@ -209,7 +200,7 @@ class _Builder:
             tokenizer=tokenizer,
             limits=limits,
             constraints=constraints,
-            scheduler=self._make_scheduler(model, num_blocks, limits, constraints),
+            scheduler=self._make_scheduler(model, num_blocks, limits, constraints, tier),
             runner=runner,
             slots=slots,
             forward=forward,
@@ -302,7 +293,9 @@ class _Builder:
             max_ledger_words=self._max_ledger_words(model, longest),
         )
 
-    def _make_scheduler(self, model: Model, num_blocks: int, limits: Limits, constraints: Constraints) -> Scheduler:
+    def _make_scheduler(
+        self, model: Model, num_blocks: int, limits: Limits, constraints: Constraints, tier: HostTier | None
+    ) -> Scheduler:
         config = self.config
         return Scheduler(
             max_rows=config.max_rows,
@@ -313,6 +306,7 @@ class _Builder:
             num_blocks=num_blocks,
             num_groups=self._num_groups(model),
             prefix_cache=config.prefix_cache,
+            tier=tier,
             policy=make_policy(config.policy, config.patience),
             costs=None if config.max_prompt_ms is None else StepCosts(config.max_prompt_ms * 1e-3),
             constraints=constraints,

@@ -39,6 +39,7 @@ class EngineConfig:
     compile: bool | str
     deterministic: bool
     prefix_cache: bool
+    offload_bytes: int | None
     policy: str
     patience: float | None
     max_waiting: int | None
@@ -67,6 +68,7 @@ class EngineConfig:
             ("max_model_len", 2, None),
             ("max_waiting", 1, None),
             ("max_ledgers", 0, None),
+            ("offload_bytes", 0, None),
             ("seed", 0, 2**64 - 1),
         ):
             self._integer(name, low, high)
@@ -78,6 +80,10 @@ class EngineConfig:
         if self.num_blocks is not None and self.cache_bytes is not None:
             raise InvalidConfig(
                 f"num_blocks={self.num_blocks} and cache_bytes={self.cache_bytes} both size the cache: give one"
+            )
+        if self.offload_bytes and not self.prefix_cache:
+            raise InvalidConfig(
+                f"offload_bytes={self.offload_bytes} needs prefix_cache=True, which knows what the blocks hold"
             )
         if self.patience is not None and self.policy == "fcfs":
             raise InvalidConfig(f"patience={self.patience} needs policy='priority' or 'shortest'")
@@ -106,4 +112,13 @@ class EngineConfig:
             raise InvalidConfig(f"{name}={shown(value)} must be in (0, {high:g}]")
 
 
-_OPTIONAL = {"max_chunk_tokens", "num_blocks", "cache_bytes", "max_model_len", "max_waiting", "max_ledgers", "seed"}
+_OPTIONAL = {
+    "max_chunk_tokens",
+    "num_blocks",
+    "cache_bytes",
+    "max_model_len",
+    "max_waiting",
+    "max_ledgers",
+    "offload_bytes",
+    "seed",
+}

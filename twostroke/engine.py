@@ -32,7 +32,9 @@ class EngineStats:
     Attributes:
         waiting, running: samples in the queue, and in the batch.
         free_blocks: blocks of the cache that nobody has. cached_blocks: those of them whose content can be used again.
-        prefix_hit_tokens: tokens that were taken from the prefix cache and not computed, in all.
+        prefix_hit_tokens: tokens that were taken from the prefix cache and not computed, in all. host_hit_tokens: those
+            of them that came back from host memory.
+        host_blocks: blocks that lie in host memory. offloaded_blocks, returned_blocks: copied there and back, in all.
         preemptions: how often a sample was put back, in all.
         steps: steps done.
         generated_tokens: tokens that they sampled, in all. prompt_tokens: tokens of prompts that they computed, in all.
@@ -50,6 +52,10 @@ class EngineStats:
     free_blocks: int
     cached_blocks: int
     prefix_hit_tokens: int
+    host_hit_tokens: int
+    host_blocks: int
+    offloaded_blocks: int
+    returned_blocks: int
     preemptions: int
     steps: int
     generated_tokens: int
@@ -88,6 +94,8 @@ class Engine(Front):
         deterministic: the logits of a token depend on its sequence alone, to the bit, and not on what else is in a
             step, on chunks, or on preemption. It takes time. For the native decoder.
         prefix_cache: reuse the blocks of the KV cache whose tokens, and all before them, another request had too.
+        offload_bytes: host memory (pinned, on CUDA) for blocks of the prefix cache that are evicted, those of preempted
+            requests among them; they come back when that takes less than to compute them again. None or 0 is none.
         policy: in which order requests get their turn: `fcfs`, first come, first served; `priority`, see
             `SamplingParams.priority`; `shortest`, short prompts first.
         patience: seconds after which a waiting request goes before new ones that have one level of priority more, or a
@@ -126,6 +134,7 @@ class Engine(Front):
         compile: bool | str = "auto",
         deterministic: bool = False,
         prefix_cache: bool = True,
+        offload_bytes: int | None = None,
         policy: str = "fcfs",
         patience: float | None = None,
         max_waiting: int | None = None,
@@ -169,6 +178,10 @@ class Engine(Front):
             free_blocks=scheduler.free_blocks,
             cached_blocks=scheduler.cached_blocks,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            host_hit_tokens=scheduler.host_hit_tokens,
+            host_blocks=scheduler.host_blocks,
+            offloaded_blocks=scheduler.offloaded_blocks,
+            returned_blocks=scheduler.returned_blocks,
             preemptions=scheduler.preemptions,
             steps=activity.steps,
             generated_tokens=activity.sampled_tokens,

@@ -83,6 +83,8 @@ class Maintenance:
             raise
         scheduler.empty_cache()
         parts.runner.forget_graphs()
+        if parts.runner.transfers is not None:
+            parts.runner.transfers.finish()
         parts.forward.attention.free()
         away.free()
         self._away = away

@@ -129,6 +129,10 @@ class Plan:
         held: sampled positions that wait for the second part of the step, int32 [H], ascending; most often none.
         scores: prompt positions whose next token is scored, int32 [Q, 3]: row, place of the position among the tokens
             of the step, next token. At most `MAX_SCORES`.
+        saves: blocks copied to the host before anything is written to them, in all groups, int32 [K, 2]: block, slot.
+        loads: blocks copied from the host, int32 [K, 2]: slot, block. See `cache.host_tier.HostTier`.
+        after: the step is held back until the transfer (saves and loads) of the plan of this number is done; -1 for
+            none. It may be its own.
     """
 
     step: int
@@ -143,6 +147,9 @@ class Plan:
     block_copies: np.ndarray = field(default_factory=lambda: NO_COPIES)
     held: np.ndarray = field(default_factory=lambda: NO_POSITIONS)
     scores: np.ndarray = field(default_factory=lambda: NO_SCORES)
+    saves: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    loads: np.ndarray = field(default_factory=lambda: NO_COPIES)
+    after: int = -1
 
     @property
     def num_lanes(self) -> int:

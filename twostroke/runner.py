@@ -17,6 +17,7 @@ from .device.layout import block_copies, scores
 from .device.shapes import Shapes, StepShape
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device, Meter
+from .device.transfers import Transfers
 from .held_input import HeldInput, ProcessorCall
 from .plan import LEDGER_FEATURES, NO_FEATURES, Feature, Plan, StepOutput
 from .sampling.logprobs import write_logprobs
@@ -73,6 +74,9 @@ class Runner:
         sample: (logits [S, V], rows [S], tokens out [S], errors out [S], typical, chances out [S] or None) on the
             current stream.
         shapes: what steps are padded to.
+
+    Attributes:
+        transfers: of blocks to the host and back; None where there are none.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Runner:
         self.device = device
         self.state = state
         self.activity = Activity()
+        self.transfers: Transfers | None = None
         self._ops = ops
         self._forward = forward
         self._ledgers = ledgers
@@ -128,6 +133,9 @@ class Runner:
             copy_in = partial(_metered, device.copy_meters[0], copy_in)
         device.h2d.run(copy_in)
         device.h2d.record(slot.h2d_done)
+        if self.transfers is not None:
+            self.transfers.queue(plan)
+            self.transfers.hold_back(plan.after)
         device.compute.wait(slot.h2d_done)
         queued_at = time.perf_counter()
         device.compute.run(partial(self.compute, shape, slot))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,31 @@ class Attention(ABC):
         source, target = pairs.long().T
         for cache in (*self.keys, *self.values):
             cache.index_copy_(0, target, cache.index_select(0, source))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return sum(cache[0].nbytes for cache in (*self.keys, *self.values))
+
+    def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
+        """Copy `blocks`, int32 [n], to the lines of `packed`, uint8 [n, block_bytes]: all keys, then all values."""
+        index = blocks.long()
+        for cache, piece in self._pieces(packed):
+            piece.copy_(cache.index_select(0, index))
+
+    def unpack_blocks(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Copy the lines of `packed`, as `pack_blocks` writes them, to `blocks`, int32 [n], which differ."""
+        index = blocks.long()
+        for cache, piece in self._pieces(packed):
+            cache.index_copy_(0, index, piece)
+
+    def _pieces(self, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each cache as uint8 [num_blocks, bytes], and the part of `packed` that is its."""
+        at = 0
+        for cache in (*self.keys, *self.values):
+            lines = cache.view(len(cache), -1).view(torch.uint8)
+            yield lines, packed[:, at : at + lines.shape[1]]
+            at += lines.shape[1]
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:

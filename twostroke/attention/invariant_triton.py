@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.block_copy import BlockCopy
+from ..kernels.block_pack import BlockPack
 from ..kernels.cache_write import cache_write
 from ..kernels.invariant_attention import invariant_attention, invariant_tiles
 from ..kernels.ops import Rotary
@@ -27,9 +28,16 @@ class InvariantTritonAttention(Attention):
     def allocate(self) -> None:
         super().allocate()
         self._copy = BlockCopy([*self.keys, *self.values])
+        self._pack = BlockPack([*self.keys, *self.values])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)
+
+    def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
+        self._pack.pack(blocks, packed)
+
+    def unpack_blocks(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+        self._pack.unpack(packed, blocks)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         slots = step.cache_slots[self.layers[layer].group]

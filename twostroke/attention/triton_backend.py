@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.block_copy import BlockCopy
+from ..kernels.block_pack import BlockPack
 from ..kernels.cache_write import cache_write
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.ops import Rotary
@@ -76,9 +77,16 @@ class TritonAttention(Attention):
     def allocate(self) -> None:
         super().allocate()
         self._copy = BlockCopy([*self.keys, *self.values])
+        self._pack = BlockPack([*self.keys, *self.values])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)
+
+    def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
+        self._pack.pack(blocks, packed)
+
+    def unpack_blocks(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+        self._pack.unpack(packed, blocks)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         return self._attend(layer, q, k, v, None, step)

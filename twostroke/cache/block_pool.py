@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..plan import DUMMY_BLOCK
+from .host_tier import HostTier
 from .prefix_cache import PrefixCache
 
 
@@ -26,8 +27,9 @@ class BlockPool:
         free = blank + idle = available + reserved
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
-        """`num_blocks` counts the dummy block, which is never handed out."""
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, tier: HostTier | None = None) -> None:
+        """`num_blocks` counts the dummy block, which is never handed out. `tier` keeps what is evicted."""
+        self.tier = tier
         self.total = num_blocks - 1
         self.free = self.total
         self.reserved = 0
@@ -64,7 +66,10 @@ class BlockPool:
         if count > self.available:
             raise RuntimeError(f"{count} blocks to take, {self.available} available")
         if count > self._blank:
-            self._push(self.cache.evict(count - self._blank))
+            evicted = self.cache.evict(count - self._blank)
+            if self.tier is not None:
+                self.tier.rescue(evicted)
+            self._push([block for _, block in evicted])
         self._blank -= count
         self.free -= count
         return self._stack[:, self._blank : self._blank + count].copy()
@@ -100,13 +105,20 @@ class BlockPool:
             self._push(self.cache.retire(chain, own[:published].tolist(), unused[:published].tolist()))
         self._push(own[published:][unused[published:]])
 
+    def save_ahead(self) -> None:
+        """Let the host tier have what is evicted next."""
+        if self.tier is not None:
+            self.tier.save_ahead(self.cache, self._blank)
+
     def count_unshared(self, blocks: np.ndarray) -> int:
         """How many of `blocks`, int32 [n], all of one row, nobody else has."""
         return int(np.count_nonzero(self.sharers[blocks] == 0))
 
     def forget(self) -> None:
-        """Forget what every block holds; those in use stay with their rows."""
+        """Forget what every block holds, on the host, too; those in use stay with their rows."""
         self._push(self.cache.clear())
+        if self.tier is not None:
+            self.tier.forget()
 
     def _push(self, blocks: Sequence[int] | np.ndarray) -> None:
         self._stack[:, self._blank : self._blank + len(blocks)] = blocks

@@ -179,6 +179,7 @@ class EngineFlags:
     prefix_cache: Annotated[
         bool | None, engine_flag("Reuse the KV cache of equal prompt beginnings.", "--prefix-cache/--no-prefix-cache")
     ] = None
+    offload_bytes: Annotated[int | None, engine_flag("Host memory for evicted blocks of the KV cache.")] = None
     policy: Annotated[str | None, engine_flag("Whose turn it is: fcfs, priority or shortest.")] = None
     patience: Annotated[float | None, engine_flag("Seconds of waiting that make up for a lower rank.")] = None
     max_waiting: Annotated[int | None, engine_flag("Most requests in the queue.")] = None

@@ -64,6 +64,9 @@ class CpuEvent:
         self.wait_until(self.latest())
         self._failure.check()
 
+    def is_done(self) -> bool:
+        return self._done >= self.latest()
+
 
 class Failure:
     """The first exception raised by any stream of a device. Once set, all waits raise it and no more work runs."""
@@ -150,16 +153,17 @@ class CpuStepMeter(CpuMeter):
 
 
 class CpuDevice(Device):
-    """Three worker threads over host memory. `strict` makes a wait for an event never recorded an error."""
+    """Four worker threads over host memory. `strict` makes a wait for an event never recorded an error."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.torch_device = torch.device("cpu")
         self._failure = Failure()
         self._strict = strict
-        self._streams = [CpuStream(name, self._failure) for name in ("h2d", "compute", "d2h")]
-        self.h2d, self.compute, self.d2h = self._streams
+        self._streams = [CpuStream(name, self._failure) for name in ("h2d", "compute", "d2h", "offload")]
+        self.h2d, self.compute, self.d2h, self.offload = self._streams
         self.meter = CpuStepMeter()
         self.copy_meters = CpuMeter(), CpuMeter()
+        self.offload_meter = CpuMeter()
 
     def event(self, *, timed: bool = False) -> CpuEvent:
         event = CpuEvent(self._failure, self._strict)

@@ -22,6 +22,9 @@ class CudaEvent:
     def synchronize(self) -> None:
         self.raw.synchronize()
 
+    def is_done(self) -> bool:
+        return bool(self.raw.query())
+
 
 class CudaStream:
     """A non-default CUDA stream; `run` calls the work at once, and what it launches is queued here.
@@ -130,7 +133,7 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 class CudaDevice(Device):
-    """One GPU with three non-default streams.
+    """One GPU with four non-default streams.
 
     Raises:
         RuntimeError: torch's stream pool handed out the same stream twice.
@@ -140,14 +143,16 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(self.torch_device)
         compute = CudaStream(self.torch_device)
-        self._streams = [CudaStream(self.torch_device, compute), compute, CudaStream(self.torch_device, compute)]
+        h2d, d2h, offload = (CudaStream(self.torch_device, compute) for _ in range(3))
+        self._streams = [h2d, compute, d2h, offload]
         # NOTE: torch hands out streams from a pool of 32 in turn, so an old process can get one twice.
         handles = {stream.raw.cuda_stream for stream in self._streams}
-        if len(handles) < 3 or torch.cuda.default_stream(self.torch_device).cuda_stream in handles:
-            raise RuntimeError(f"the CUDA stream pool gave streams {sorted(handles)}: three different ones are needed")
-        h2d, compute, d2h = self.h2d, self.compute, self.d2h = self._streams
+        if len(handles) < 4 or torch.cuda.default_stream(self.torch_device).cuda_stream in handles:
+            raise RuntimeError(f"the CUDA stream pool gave streams {sorted(handles)}: four different ones are needed")
+        self.h2d, self.compute, self.d2h, self.offload = self._streams
         self._clock = self.meter = CudaMeter(compute.raw)
         self.copy_meters = CudaCopyMeter(h2d.raw, self._clock), CudaCopyMeter(d2h.raw, self._clock)
+        self.offload_meter = CudaCopyMeter(offload.raw, self._clock)
 
     def event(self, *, timed: bool = False) -> CudaEvent:
         return CudaEvent(self.torch_device, timed)

@@ -18,7 +18,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    return _host_available()
+    return host_free_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
@@ -36,7 +36,7 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def _host_available() -> int:
+def host_free_bytes() -> int:
     """Return MemAvailable of the kernel, in bytes; a fixed 4 GiB where the system does not say."""
     try:
         with open("/proc/meminfo") as lines:

@@ -24,6 +24,9 @@ class Event(Protocol):
             Exception: whatever work on a stream of this device raised.
         """
 
+    def is_done(self) -> bool:
+        """Whether the latest recorded generation is done; does not wait."""
+
 
 class Stream(Protocol):
     """An ordered queue of device work."""
@@ -73,17 +76,21 @@ class Device(ABC):
     Attributes:
         torch_device: where device tensors live.
         h2d, compute, d2h: the three streams. Nothing of a step runs anywhere else.
+        offload: the stream of copies between the cache and host memory.
         meter: of the compute stream.
         copy_meters: of the h2d and d2h streams, used while steps are looked at closely. They measure from the step that
             `meter` read last, so a step is read from `meter` first.
+        offload_meter: of the offload stream.
     """
 
     torch_device: torch.device
     h2d: Stream
     compute: Stream
     d2h: Stream
+    offload: Stream
     meter: StepMeter
     copy_meters: tuple[Meter, Meter]
+    offload_meter: Meter
 
     @abstractmethod
     def event(self, *, timed: bool = False) -> Event:

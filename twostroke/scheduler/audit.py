@@ -24,6 +24,7 @@ class Audit:
     def planned(self, plan: Plan) -> None:
         self._in_flight.append(plan)
         assert plan.num_tokens <= self._scheduler.max_step_tokens, "step over budget"
+        assert plan.after <= plan.step, "a step waits for copies that are not queued"
         assert len(np.unique(plan.lane_deltas[:, 0])) == len(plan.lane_deltas), "two deltas for one lane"
         self._check()
 
@@ -35,6 +36,7 @@ class Audit:
 
     def _check(self) -> None:
         self._check_blocks()
+        self._check_host()
         self._check_rows()
         self._check_lanes()
         self._check_counters()
@@ -58,6 +60,12 @@ class Audit:
         assert pool.reserved == rows.reserved.sum(), "reservations do not add up"
         assert 0 <= pool.reserved <= pool.free, "more promised than free"
         self._check_cache(users)
+
+    def _check_host(self) -> None:
+        """Every host slot is free, or holds one block."""
+        if (tier := self._scheduler.pool.tier) is not None:
+            used, free = tier.slots()
+            assert sorted([*used, *free]) == list(range(tier.num_slots)), "a host slot is lost, or used twice"
 
     def _check_cache(self, users: np.ndarray) -> None:
         """A known block is known for one content, and idle if nobody uses it."""

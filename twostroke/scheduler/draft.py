@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cache.host_tier import NO_TRANSFER
 from ..plan import NO_COPIES, NO_LEDGER, NO_LEDGERS, NO_SCORES, ROW_RECORD, Feature, Plan
 from ..request import Sample
 from .ledgers import ledger_record
@@ -71,6 +72,11 @@ class Draft:
         self._block_deltas: list[np.ndarray] = []
         self._copies: list[tuple[int, int]] = []
         self._scores: list[np.ndarray] = []
+        self._after = NO_TRANSFER
+
+    def hold_back(self, transfer: int) -> None:
+        """Run the step after `transfer`, if that is one."""
+        self._after = max(self._after, transfer)
 
     def add_join(self, row: int, sample: Sample, length: int, ledger: int) -> None:
         self._joins.append(row_record(row, sample, length, ledger))
@@ -79,7 +85,7 @@ class Draft:
             self.ledger_words += len(self._ledgers[-1])
 
     def add_shared_blocks(self, deltas: np.ndarray, count: int) -> None:
-        """Add the block deltas of `count` blocks of each group that a joining row shares."""
+        """Add the block deltas of `count` blocks of each group that a joining row shares, or gets from the host."""
         self.shared_blocks += count
         self._block_deltas.append(deltas)
 
@@ -109,9 +115,15 @@ class Draft:
         self.num_scores += len(targets)
 
     def plan(
-        self, step: int, lane_rows: np.ndarray, lane_deltas: np.ndarray, features: Feature, held: np.ndarray
+        self,
+        step: int,
+        lane_rows: np.ndarray,
+        lane_deltas: np.ndarray,
+        features: Feature,
+        held: np.ndarray,
+        transfer: tuple[np.ndarray, np.ndarray] = (NO_COPIES, NO_COPIES),
     ) -> Plan:
-        """The plan of `step`, which owns all its arrays."""
+        """The plan of `step`, which owns all its arrays. `transfer`: its saves and loads."""
         return Plan(
             step=step,
             lane_rows=lane_rows,
@@ -128,6 +140,9 @@ class Draft:
             block_copies=_frozen(np.array(self._copies, np.int32)) if self._copies else NO_COPIES,
             held=held,
             scores=_joined([scores + np.array([0, len(lane_rows), 0], np.int32) for scores in self._scores], NO_SCORES),
+            saves=transfer[0],
+            loads=transfer[1],
+            after=self._after,
         )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..logprob_record import MAX_SCORES
-from ..plan import NO_LEDGER, Feature, Plan, max_shared_blocks
+from ..plan import NO_COPIES, NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
@@ -71,6 +71,7 @@ class Planner:
     ) -> None:
         self.batch = batch
         self.rows, self.pool, self.lanes = batch.rows, batch.pool, batch.lanes
+        self.tier = batch.pool.tier
         self.waiting = waiting
         self.forks = forks
         self.takes_rows = takes_rows
@@ -84,18 +85,27 @@ class Planner:
     def plan(self) -> Plan | None:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
         draft = Draft()
+        if self.tier is not None:
+            self.tier.begin(self.batch.launched_step + 1)
         self.batch.held.pause()
         if self.takes_rows and self.waiting:
             self._make_room()  # before anything is drafted for those whom it may preempt
         self._settle_lanes(draft)
         self._fill_prompts(draft)
+        if self.tier is not None and not self.lanes.count and not draft.prompt_tokens:
+            self._await_arrival(draft)
         if not self.lanes.count and not draft.prompt_tokens:
             return None
         self.rows.launched[self.lanes.index] += 1
         self.batch.launched_step += 1
         held = self.batch.held.positions(self.lanes.index, draft)
         features = self.rows.features.union | Feature.HELD if len(held) else self.rows.features.union
-        plan = draft.plan(self.batch.launched_step, self.lanes.plan_rows, self.lanes.pop_deltas(), features, held)
+        transfer = NO_COPIES, NO_COPIES
+        if self.tier is not None:
+            self.pool.save_ahead()
+            transfer = self.tier.pop_transfer()
+        step, deltas = self.batch.launched_step, self.lanes.pop_deltas()
+        plan = draft.plan(step, self.lanes.plan_rows, deltas, features, held, transfer)
         self.batch.held.launched(plan)
         return plan
 
@@ -147,7 +157,14 @@ class Planner:
         if len(claims) > self.pool.available:
             claims = self._ration(claims)
         if len(claims):
-            draft.add_blocks(self.rows.add_blocks(claims, self.pool.take(len(claims))))
+            blocks = self.pool.take(len(claims))
+            self._order(blocks, draft)
+            draft.add_blocks(self.rows.add_blocks(claims, blocks))
+
+    def _order(self, blocks: np.ndarray, draft: Draft) -> None:
+        """Let the step, which writes to `blocks`, int32 [G, n], run after the transfers that use them."""
+        if self.tier is not None:
+            draft.hold_back(self.tier.newest(blocks[0]))
 
     def _ration(self, claims: np.ndarray) -> np.ndarray:
         """The rows of `claims` that get a block although there are too few, best rank first.
@@ -194,9 +211,18 @@ class Planner:
                 if self._budget(draft) <= 0:
                     return
                 # NOTE: it may have been preempted for who was just admitted.
-                if row in prefilling and self._room(rows.samples[row], draft):
+                if row in prefilling and self._room(rows.samples[row], draft) and self._has_arrived(row):
                     self._launch_chunk(row, draft)
         self._admit(draft)
+
+    def _has_arrived(self, row: int) -> bool:
+        """Whether all that `row` found is on the device."""
+        return self.tier is None or self.tier.is_done(int(self.rows.arrival[row]))
+
+    def _await_arrival(self, draft: Draft) -> None:
+        """Nothing else is left to run: launch the first of the rows whose blocks are on their way; the device waits."""
+        for row in self.rows.ranked(as_index(self.batch.prefilling))[:1].tolist():
+            self._launch_chunk(row, draft)
 
     def _admit(self, draft: Draft, before: tuple[float, int] = LAST) -> None:
         """Admit samples from the head of the queue, as far as they fit and go before `before`, a rank and an order."""
@@ -215,15 +241,31 @@ class Planner:
         if not self._has_ledger(sample, draft) or not self._room(sample, draft):
             return False
         start, own, needed = self._fit(sample)
-        if self.pool.available < needed or draft.shared_blocks + len(start.blocks) > self.max_shared_blocks:
+        found = len(start.blocks) + len(start.returning)
+        if self.pool.available < needed or draft.shared_blocks + found > self.max_shared_blocks:
             return False
         self.waiting.pop()
         row = self._join(sample, start, own, draft)
         self.pool.reserve(own)
-        self._launch_chunk(row, draft)
+        self._bring_back(row, start, draft)
+        if self._has_arrived(row):
+            self._launch_chunk(row, draft)
         if start.copied is not None:
             draft.add_copy(start.copied, int(self.rows.blocks[0, row, len(start.blocks)]))
         return True
+
+    def _bring_back(self, row: int, start: Start, draft: Draft) -> None:
+        """Load what `row` found on the host, and note when all that it found is there."""
+        if self.tier is None or start.source is not None:
+            return
+        if start.returning:
+            self.tier.fix(start.returning)
+            blocks = self.pool.take_reserved(len(start.returning))
+            draft.add_shared_blocks(self.rows.extend_blocks(row, blocks), blocks.shape[1])
+            self.tier.load(start.returning, blocks[0])
+            self.pool.cache.adopt(start.returning, blocks[0].tolist())
+        found = self.rows.blocks[0, row, : self.rows.held[row]]
+        self.rows.arrival[row] = self.tier.arrival(found)
 
     def _fit(self, sample: Sample) -> Fit:
         """What a waiting sample would take.
@@ -269,7 +311,11 @@ class Planner:
         end = min(start + min(self._budget(draft), self.max_chunk_tokens, room), target)
         missing = self.rows.blocks_of(end) - int(rows.held[row])
         if missing:
-            draft.add_blocks(rows.extend_blocks(row, self.pool.take_reserved(missing)))
+            blocks = self.pool.take_reserved(missing)
+            self._order(blocks, draft)
+            draft.add_blocks(rows.extend_blocks(row, blocks))
+        if not self._has_arrived(row):
+            draft.hold_back(int(rows.arrival[row]))
         self._score(sample, row, start, end, draft)
         draft.add_chunk(row, start, rows.tokens[row, start:end], samples=end == target)
         rows.launched[row] = end

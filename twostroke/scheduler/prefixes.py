@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.prefix_cache import PrefixCache
+from ..cache.block_pool import BlockPool
 from ..plan import Flag
 from ..request import Sample
 from .rows import RowTable
@@ -23,6 +23,7 @@ class Start(NamedTuple):
         blocks: full blocks that it shares. chain: their digests.
         source: the row whose blocks these are; None if the prefix cache knows them.
         copied: the block that it gets a copy of, which holds the positions behind `blocks`.
+        returning: digests of the blocks behind `blocks` that come back from the host.
     """
 
     positions: int
@@ -30,6 +31,7 @@ class Start(NamedTuple):
     chain: Sequence[bytes]
     source: int | None = None
     copied: int | None = None
+    returning: Sequence[bytes] = ()
 
 
 class Prefixes:
@@ -48,13 +50,15 @@ class Prefixes:
     Nothing is looked up before its sample is admitted: what was there earlier may be gone by then.
 
     Attributes:
-        hit_tokens: tokens that admissions found in the cache, since the start.
+        hit_tokens: tokens that admissions found in the cache, since the start. host_hit_tokens: those of them that came
+            back from the host.
     """
 
-    def __init__(self, rows: RowTable, cache: PrefixCache, *, enabled: bool) -> None:
-        self.hit_tokens = 0
+    def __init__(self, rows: RowTable, pool: BlockPool, *, enabled: bool) -> None:
+        self.hit_tokens = self.host_hit_tokens = 0
         self._rows = rows
-        self._cache = cache
+        self._cache = pool.cache
+        self._tier = pool.tier if enabled else None
         self._enabled = enabled
 
     def find(self, sample: Sample) -> Start:
@@ -62,10 +66,26 @@ class Prefixes:
 
         So are positions whose next token is to be scored.
         """
+        size = self._rows.block_size
         blocks = self._cache.find(sample.chain, sample.tokens) if self._enabled else []
+        end = self._find_on_host(sample, len(blocks))
         if sample.scored < sample.prompt_len - 1:
-            blocks = blocks[: sample.scored // self._rows.block_size]
-        return Start(len(blocks) * self._rows.block_size, blocks, sample.chain[: len(blocks)])
+            end = min(end, sample.scored // size)
+            blocks = blocks[:end]
+        here = len(blocks)
+        return Start(end * size, blocks, sample.chain[:here], returning=sample.chain[here:end])
+
+    def _find_on_host(self, sample: Sample, index: int) -> int:
+        """The number of first blocks that are known if `index` are on the device, and those behind may be on the host.
+
+        If to bring them back pays.
+        """
+        tier, end = self._tier, index
+        if tier is None:
+            return index
+        while self._cache.extend(sample.chain, sample.tokens, end) and tier.has(sample.chain[end]):
+            end += 1
+        return end if end > index and tier.costs.pays(1) else index
 
     def begin(self, row: int, sample: Sample, start: Start) -> None:
         """Let `row`, just admitted, begin at `start`."""
@@ -75,6 +95,7 @@ class Prefixes:
         elif self._enabled:
             self._rows.begin_at(row, start.positions, publishes=True)
             self.hit_tokens += start.positions
+            self.host_hit_tokens += len(start.returning) * self._rows.block_size
             if sample.timings.admitted is None:
                 sample.cached_tokens = start.positions
 

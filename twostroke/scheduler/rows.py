@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from ..cache.host_tier import NO_TRANSFER
 from ..logprob_record import NO_RECORDS
 from ..plan import LEDGER_FEATURES, NO_LEDGER, Flag, Plan, StepOutput
 from ..request import Sample, SampleState
@@ -60,6 +61,8 @@ class RowTable:
         """The `launched` at which a decoding row reaches its limit or the edge of its last block."""
         self.shared = np.zeros(num_rows, np.int64)
         """Positions that the row found computed."""
+        self.arrival = np.full(num_rows, NO_TRANSFER, np.int64)
+        """The transfer that brings blocks which the row found, and without which it cannot run."""
         self.publishes = np.zeros(num_rows, bool)
         """The row's blocks may be found by others."""
         self.order = np.full(num_rows, -1, np.int64)
@@ -81,6 +84,7 @@ class RowTable:
         target = len(sample.tokens)
         self.tokens[row, :target] = sample.tokens
         self.launched[row] = self.confirmed[row] = self.held[row] = 0
+        self.arrival[row] = NO_TRANSFER
         self.target[row], self.reserved[row] = target, reserved
         self.limit[row] = sample.prompt_len + sample.request.max_tokens - 1
         self.order[row], self.rank[row], self.samples[row] = sample.order, sample.rank, sample

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..cache.block_pool import BlockPool
+from ..cache.host_tier import HostTier
 from ..errors import InvalidRequest
 from ..held_input import HeldInput
 from ..logprob_record import NO_RECORDS
@@ -62,6 +63,7 @@ class Scheduler:
         block_size: positions of a block. num_blocks: blocks of each of `num_groups` cache groups, with the dummy block.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
         prefix_cache: rows that begin with the same tokens share blocks.
+        tier: keeps on the host what the prefix cache evicts; None for nothing.
         policy: in which order samples get rows, and lose them.
         costs: how many prompt tokens may go beside decoding rows; None is no limit but the step's.
         constraints: of samples whose rows are held; None if there are no such requests.
@@ -80,6 +82,7 @@ class Scheduler:
         num_groups: int = 1,
         max_chunk_tokens: int | None = None,
         prefix_cache: bool = True,
+        tier: HostTier | None = None,
         policy: Policy = FIRST_COME,
         costs: StepCosts | None = None,
         constraints: Constraints | None = None,
@@ -92,8 +95,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_ledgers = num_ledgers
         self.rows = RowTable(num_rows, max_model_len, block_size, num_groups, num_ledgers)
-        self.pool = BlockPool(num_blocks, block_size, num_groups)
-        self.prefixes = Prefixes(self.rows, self.pool.cache, enabled=prefix_cache)
+        self.pool = BlockPool(num_blocks, block_size, num_groups, tier)
+        self.prefixes = Prefixes(self.rows, self.pool, enabled=prefix_cache)
         self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes, constraints)
         self.waiting = Queue()
         self.forks = Forks(self.batch)
@@ -256,15 +259,19 @@ class Scheduler:
         return self.batch.begun
 
     def observe(self, lanes: int, prompt_tokens: int, seconds: float) -> None:
-        """Learn from the time of a step that was done; see `StepCosts.observe`."""
+        """Learn from the time of a step that was done; see `StepCosts` and `CopyCosts`."""
         if self._costs is not None:
             self._costs.observe(lanes, prompt_tokens, seconds)
+        if self.pool.tier is not None:
+            self.pool.tier.costs.observe_step(lanes, prompt_tokens, seconds)
 
     def stats(self) -> SchedulerStats:
         pool, steps = self.pool, self.batch.launched_step + 1
         waiting = len(self.waiting) + len(self._aside or ()) + self.forks.pending
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
-        return SchedulerStats(waiting, self.rows.running, *counts)
+        tier = pool.tier
+        host = (tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens) if tier else (0, 0, 0, 0)
+        return SchedulerStats(waiting, self.rows.running, *counts, *host)
 
     def on_late_masks(self, wake: Callable[[Callable[[Scheduler], Any]], None]) -> None:
         """Let `wake` leave the command that is due when a mask comes too late for its step."""

@@ -17,6 +17,9 @@ class SchedulerStats:
         prefix_hit_tokens: tokens that admissions found in the prefix cache, since the start.
         preemptions: since the start.
         steps: planned since the start.
+        host_blocks: blocks that the host tier holds.
+        offloaded_blocks, returned_blocks: copied to the host and back, since the start.
+        host_hit_tokens: those of `prefix_hit_tokens` that came back from the host.
     """
 
     waiting: int
@@ -26,3 +29,7 @@ class SchedulerStats:
     prefix_hit_tokens: int
     preemptions: int
     steps: int
+    host_blocks: int = 0
+    offloaded_blocks: int = 0
+    returned_blocks: int = 0
+    host_hit_tokens: int = 0

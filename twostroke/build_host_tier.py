@@ -1,0 +1,54 @@
+"""Putting the host tier together: its memory, its copies, its books."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from .attention.interface import Attention
+from .cache.copy_costs import CopyCosts
+from .cache.host_tier import HostTier
+from .cache.offload import HostBlocks
+from .config import EngineConfig
+from .device.memory import host_free_bytes
+from .device.streams import Device
+from .device.transfers import Transfers
+from .errors import InvalidConfig
+
+
+def make_host_tier(
+    config: EngineConfig, device: Device, attention: Attention, num_blocks: int, max_lanes: int
+) -> tuple[HostTier, Transfers]:
+    """Make the host tier of a cache of `num_blocks` blocks, and what makes its copies.
+
+    Raises:
+        InvalidConfig: `offload_bytes` holds no block, or is more than the host has.
+    """
+    assert config.offload_bytes is not None
+    num_slots, room = config.offload_bytes // attention.block_bytes, host_free_bytes()
+    if num_slots < 1:
+        raise InvalidConfig(
+            f"offload_bytes={config.offload_bytes} holds no block, which has {attention.block_bytes} bytes"
+        )
+    if config.offload_bytes > room:
+        raise InvalidConfig(f"offload_bytes={config.offload_bytes}: the host has {room} bytes to spare")
+    try:
+        blocks = HostBlocks(attention, num_slots, attention.block_bytes, device.host_buffer, device.torch_device)
+    except RuntimeError as error:  # torch's, where memory does not reach, or cannot be pinned
+        raise InvalidConfig(
+            f"offload_bytes={config.offload_bytes}: no memory for the host's blocks: {error}"
+        ) from error
+    device.synchronize()
+    device.offload.run(partial(_warm_up, blocks, device.torch_device))
+    transfers = Transfers(device, blocks, num_blocks)
+    # What the largest step may take: a block for each lane, and those that its prompt tokens fill.
+    ahead = max_lanes + config.max_step_tokens // config.block_size + 1
+    return HostTier(num_slots, num_blocks, ahead, CopyCosts(config.block_size), transfers), transfers
+
+
+def _warm_up(blocks: HostBlocks, device: torch.device) -> None:
+    """Copy the dummy block there and back, which compiles what copies need."""
+    index = torch.zeros(1, dtype=torch.int32, device=device)
+    blocks.save(index, [0])
+    blocks.load([0], index)

@@ -1,0 +1,115 @@
+"""Transfers: what plans copy between the cache and the host, on a stream of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..plan import Plan
+from .streams import Device
+
+
+class Blocks(Protocol):
+    """Copies blocks on the current stream, see `cache.offload.HostBlocks`."""
+
+    def save(self, blocks: torch.Tensor, slots: Sequence[int]) -> None: ...
+    def load(self, slots: Sequence[int], blocks: torch.Tensor) -> None: ...
+
+
+class Done(NamedTuple):
+    """A transfer that is done: the step whose plan carried it, the blocks it copied, and the seconds it took."""
+
+    step: int
+    blocks: int
+    seconds: float
+
+
+class _Transfer:
+    """Events, and the numbers of the device's blocks, of one transfer in flight.
+
+    The host writes the numbers again only after `done`.
+    """
+
+    def __init__(self, device: Device, most: int) -> None:
+        self.host_index = device.host_buffer(most)
+        self.device_index = device.buffer(most)
+        self.free = device.event()
+        self.done = device.event()
+        self.step = self.blocks = 0
+
+
+class Transfers:
+    """Queues the transfers of plans, in their order, and tells which are done. Nobody waits for them on the host.
+
+        compute    step N - 1 |     step N      |  step N + 1, writes what was saved, reads what was loaded
+        offload               | saves N, loads N|
+                            free                done
+
+    Saves read blocks whose steps are committed. Loads write to blocks that steps launched before may still read: they
+    wait for these.
+
+    Args:
+        device: whose offload stream is used, by nobody else.
+        blocks: makes the copies.
+        num_blocks: of the cache.
+    """
+
+    def __init__(self, device: Device, blocks: Blocks, num_blocks: int) -> None:
+        self._device = device
+        self._blocks = blocks
+        self._most = 2 * num_blocks
+        self._spare: list[_Transfer] = []
+        self._in_flight: deque[_Transfer] = deque()
+
+    def queue(self, plan: Plan) -> None:
+        """Queue what `plan` copies, before its step."""
+        if not len(plan.saves) and not len(plan.loads):
+            return
+        device, stream = self._device, self._device.offload
+        transfer = self._spare.pop() if self._spare else _Transfer(device, self._most)
+        transfer.step, transfer.blocks = plan.step, len(plan.saves) + len(plan.loads)
+        numbers: np.ndarray = transfer.host_index.numpy()
+        numbers[: transfer.blocks] = np.concatenate([plan.saves[:, 0], plan.loads[:, 1]])
+        if len(plan.loads):
+            device.compute.record(transfer.free)
+            stream.wait(transfer.free)
+        stream.run(partial(self._copy, transfer, plan.saves[:, 1].tolist(), plan.loads[:, 0].tolist()))
+        stream.record(transfer.done)
+        self._in_flight.append(transfer)
+
+    def _copy(self, transfer: _Transfer, saved: list[int], loaded: list[int]) -> None:
+        """The work on the offload stream."""
+        meter, blocks = self._device.offload_meter, transfer.device_index[: transfer.blocks]
+        meter.begin()
+        blocks.copy_(transfer.host_index[: transfer.blocks], non_blocking=True)
+        if saved:
+            self._blocks.save(blocks[: len(saved)], saved)
+        if loaded:
+            self._blocks.load(loaded, blocks[len(saved) :])
+        meter.end()
+
+    def hold_back(self, step: int) -> None:
+        """Hold back the compute stream until the transfer of the plan of `step`, and all before it, are done."""
+        for transfer in self._in_flight:
+            if transfer.step == step:
+                self._device.compute.wait(transfer.done)
+
+    def poll(self) -> list[Done]:
+        """The transfers that were done since the last call, oldest first."""
+        done = []
+        while self._in_flight and self._in_flight[0].done.is_done():
+            transfer = self._in_flight.popleft()
+            began, ended = self._device.offload_meter.read()
+            done.append(Done(transfer.step, transfer.blocks, ended - began))
+            self._spare.append(transfer)
+        return done
+
+    def finish(self) -> None:
+        """Wait on the host until nothing is in flight: before the cache is let go of."""
+        if self._in_flight:
+            self._in_flight[-1].done.synchronize()
