@@ -428,16 +428,19 @@ class Workshop:
             assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
             self._user_of_row[row], self._row_of[sample] = sample, row
         joined = set(plan.joins["row"].tolist())
-        returning = set(plan.loads[:, 1].tolist())
+        returning = {(group, block) for block in plan.loads[:, 1].tolist() for group in range(self.device.num_groups)}
         for group, row, index, block in plan.block_deltas.tolist():
             sample = self._user_of_row[row]
             found = row in joined and (index + 1) * self.limits.block_size <= self.hits[sample]
-            if found and block in returning:
-                self.link.expected[plan.step, block] = sample.tokens[: (index + 1) * self.limits.block_size].tolist()
-            if found and block not in returning:
+            if found and (group, block) not in returning:
                 self._check_shared(group, block, index, sample, committed)
                 self._owners[group, block].add(sample)
             else:
+                if found:
+                    returning.remove((group, block))  # others share it from now on
+                    self.link.expected[plan.step, block] = sample.tokens[
+                        : (index + 1) * self.limits.block_size
+                    ].tolist()
                 self._check_free((group, block), self._owners.get((group, block), set()), committed)
                 self._owners[group, block] = {sample}
         for row in [*plan.lane_rows.tolist(), *plan.chunks[:, 0].tolist()]:

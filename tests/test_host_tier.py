@@ -1,0 +1,278 @@
+"""The host tier on a paper device: what goes to the host, what comes back, and who waits for which copy.
+
+The paper device makes copies as late as it may, so a step that does not wait for one reads or writes the wrong tokens.
+"""
+
+import pytest
+from paper_device import Workshop
+from workshops import every_depth, finish
+
+from twostroke.cache.copy_costs import RETRY_EVERY, CopyCosts
+from twostroke.request import FinishReason, SampleState
+from twostroke.scheduler.policy import make_policy
+
+every_lag = pytest.mark.parametrize("lag", [0, 2, 1000])
+"""Polls after which a copy is made that nobody waits for."""
+
+
+def stats(shop):
+    return shop.scheduler.stats()
+
+
+def turn_until(shop, condition):
+    for _ in range(200):
+        if condition():
+            return
+        shop.turn()
+    raise AssertionError("it never came")
+
+
+@every_depth
+@every_lag
+def test_f19_a_preempted_sample_comes_back_from_the_host(depth, lag):
+    shop = Workshop(depth=depth, lag=lag, host_slots=20, block_size=4, usable_blocks=14)
+    for _ in range(2):
+        shop.submit(17, 35)
+    finish(shop)
+    after = stats(shop)
+    assert after.preemptions > 0
+    assert 0 < after.returned_blocks <= after.offloaded_blocks
+    assert after.host_hit_tokens == 4 * after.returned_blocks
+
+
+@every_depth
+@every_lag
+@pytest.mark.parametrize("slots", [1, 2, 5, 40])
+def test_a_second_tier_for_prefixes(depth, lag, slots):
+    """Turns of three conversations that do not fit into the device's cache together, in hosts of all sizes."""
+    shop = Workshop(depth=depth, lag=lag, host_slots=slots, block_size=4, usable_blocks=12)
+    talks = [[n] * 13 for n in range(3)]
+    for _ in range(3):
+        for number, talk in enumerate(talks):
+            sample = shop.submit(talk, 6)
+            shop.drain()
+            talks[number] = [*sample.tokens.tolist(), 7]
+            assert stats(shop).host_blocks <= slots
+    shop.check_all()
+    if slots == 40:
+        assert stats(shop).host_hit_tokens > 60
+        assert shop.samples[-1].cached_tokens == (shop.samples[-1].prompt_len - 2) // 4 * 4
+
+
+@every_depth
+def test_the_chains_end_is_overwritten_first(depth):
+    """What is left of a chain on a host that is too small is its beginning."""
+    shop = Workshop(depth=depth, host_slots=3, block_size=4, usable_blocks=6)
+    shop.submit([1] * 21, 2)
+    shop.drain()
+    shop.submit([2] * 21, 2)
+    shop.drain()
+    shop.submit([2] * 21, 2)
+    finish(shop)
+    again = shop.submit([2] * 21, 1)
+    finish(shop)
+    assert again.cached_tokens == 20
+
+
+@every_depth
+def test_others_run_while_blocks_are_on_their_way(depth):
+    """The sample that comes back sits steps out, and no step waits for its copy."""
+    shop = Workshop(depth=depth, lag=6, host_slots=40, block_size=4, usable_blocks=20)
+    shop.submit([5] * 33, 1)
+    shop.drain()
+    shop.submit([6] * 78, 1)
+    shop.drain()
+    shop.submit([7] * 3, 30)
+    turn_until(shop, lambda: stats(shop).running == 1)
+    first = len(shop.plans)
+    back = shop.submit([5] * 33, 1)
+    finish(shop)
+    assert back.cached_tokens == 32
+    loading = next(n for n, plan in enumerate(shop.plans) if len(plan.loads))
+    row = shop.plans[loading].joins["row"][0]
+    begun = next(n for n, plan in enumerate(shop.plans) if n >= loading and row in plan.chunks[:, 0])
+    assert loading >= first
+    assert begun - loading >= 6
+    assert all(plan.num_lanes for plan in shop.plans[loading:begun])
+    assert all(plan.after < plan.step for plan in shop.plans[loading + 1 : begun])
+
+
+@every_depth
+@every_lag
+def test_with_nothing_else_to_run_the_device_waits(depth, lag):
+    shop = Workshop(depth=depth, lag=lag, host_slots=40, block_size=4, usable_blocks=20)
+    shop.submit([5] * 33, 1)
+    shop.drain()
+    shop.submit([6] * 78, 1)
+    shop.drain()
+    back = shop.submit([5] * 33, 2)
+    plan = shop.launch()
+    assert len(plan.loads) == 8
+    assert (plan.after, plan.chunks[0, 1]) == (plan.step, 32)
+    finish(shop)
+    assert back.cached_tokens == 32
+
+
+@every_depth
+def test_a16_a17_cancelled_while_its_blocks_are_on_their_way(depth):
+    """The blocks are given to others, who wait for the copy that still writes them."""
+    shop = Workshop(depth=depth, lag=1000, host_slots=40, block_size=4, usable_blocks=20)
+    shop.submit([5] * 33, 1)
+    shop.drain()
+    shop.submit([6] * 78, 1)
+    shop.drain()
+    shop.submit([7] * 3, 30)
+    turn_until(shop, lambda: stats(shop).running == 1)
+    back = shop.submit([5] * 33, 20)
+    turn_until(shop, lambda: back.state is SampleState.RUNNING)
+    assert len(shop.plans[-1].loads) == 8
+    loading = shop.plans[-1].step
+    shop.cancel(back)
+    other = shop.submit([8] * 50, 4)
+    finish(shop)
+    assert back.finish_reason is FinishReason.CANCELLED
+    assert other.finish_reason is FinishReason.LENGTH
+    held = [plan.after for plan in shop.plans if plan.step > loading]
+    assert max(held) >= loading, "nobody waited for the copy"
+
+
+@every_depth
+@every_lag
+@pytest.mark.parametrize("how", ["reset", "weights", "recompute", "sleep"])
+def test_f14_what_the_host_has_is_forgotten_with_the_cache(depth, lag, how):
+    shop = Workshop(depth=depth, lag=lag, host_slots=40, block_size=4, usable_blocks=20)
+    for n in (5, 6, 5):
+        shop.submit([n] * 45, 9)
+    turn_until(shop, lambda: stats(shop).host_blocks > 4)
+    acts = {
+        "reset": shop.reset,
+        "weights": lambda: shop.change_weights(recompute=False),
+        "recompute": lambda: shop.change_weights(recompute=True),
+        "sleep": shop.empty_cache,
+    }
+    acts[how]()
+    assert stats(shop).host_blocks == 0
+    finish(shop)
+    before = stats(shop).host_hit_tokens
+    shop.reset()
+    sample = shop.submit([5] * 45, 1)
+    finish(shop)
+    assert (sample.cached_tokens, stats(shop).host_hit_tokens) == (0, before)
+
+
+@every_depth
+@every_lag
+def test_f18_forks_whose_blocks_come_back(depth, lag):
+    shop = Workshop(depth=depth, lag=lag, host_slots=40, block_size=4, usable_blocks=16)
+    shop.submit(18, 25, n=3)
+    shop.submit(11, 20, n=2)
+    finish(shop)
+    assert stats(shop).preemptions > 0
+    assert stats(shop).returned_blocks > 0
+
+
+@every_depth
+@every_lag
+def test_who_is_preempted_for_a_higher_priority_loses_nothing(depth, lag):
+    """Its blocks are given out in the very step that preempts it: that step waits until they are saved."""
+    policy = make_policy("priority", 30.0)
+    shop = Workshop(depth=depth, lag=lag, host_slots=40, block_size=4, usable_blocks=16, policy=policy)
+    low = shop.submit(40, 20, priority=0)
+    turn_until(shop, lambda: shop.known_outputs(low) > 8)
+    shop.submit(50, 10, priority=2)
+    finish(shop)
+    assert low.preemptions == 1
+    assert any(plan.after == plan.step and len(plan.saves) for plan in shop.plans)
+    assert stats(shop).host_hit_tokens >= 40
+
+
+def test_a_block_is_copied_once():
+    """What came back is known to be on the host, and is not saved again when it is evicted again."""
+    shop = Workshop(host_slots=40, block_size=4, usable_blocks=10)
+    for n in (1, 2) * 4:
+        shop.submit([n] * 33, 1)
+        shop.drain()
+    shop.check_all()
+    assert stats(shop).offloaded_blocks == 16
+    assert stats(shop).returned_blocks >= 6 * 6
+
+
+def test_a_roomy_cache_copies_nothing():
+    shop = Workshop(host_slots=40, block_size=4, usable_blocks=200, ahead=30)
+    for n in range(4):
+        shop.submit([n] * 33, 9)
+    finish(shop)
+    assert stats(shop).offloaded_blocks == 0
+    assert all(plan.after == -1 for plan in shop.plans)
+
+
+# -- What pays --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_pay_until_both_times_are_known():
+    costs = CopyCosts(block_size=16)
+    assert costs.pays(2)
+    costs.observe_copies(10, 100.0)
+    assert costs.pays(2)
+    costs.observe_step(4, 20, 1.0)  # what the lanes take alone is not known
+    assert costs.pays(2)
+    costs.observe_step(0, 20, 1.0)
+    assert not costs.pays(1)
+
+
+@pytest.mark.parametrize("lanes", [0, 8])
+def test_what_takes_less_pays(lanes):
+    """A prompt token takes 1 ms, so a block of 16 takes 16."""
+    costs = CopyCosts(block_size=16)
+    for _ in range(5):
+        costs.observe_step(lanes, 0, 0.5)
+        costs.observe_step(lanes, 100, 0.1 + (0.5 if lanes else 0))
+        costs.observe_copies(4, 4 * 0.010)
+    assert costs.pays(1)
+    assert not costs.pays(2)
+
+
+def test_what_does_not_pay_is_tried_again():
+    """Copies were slow once; when they are not any more, that is found out."""
+    costs = CopyCosts(block_size=16)
+    costs.observe_step(0, 100, 0.1)
+    costs.observe_copies(1, 9.0)
+    assert [costs.pays(1) for _ in range(RETRY_EVERY)] == [False] * (RETRY_EVERY - 1) + [True]
+    for _ in range(100):
+        costs.observe_copies(1, 0.001)
+    assert costs.pays(1)
+
+
+def test_copies_beside_a_step_are_done_when_it_is():
+    costs = CopyCosts(block_size=16)
+    assert costs.copies_per_step == 64
+    costs.observe_copies(10, 0.010)
+    costs.observe_step(8, 0, 0.040)
+    assert costs.copies_per_step == 20
+    costs.observe_copies(1000, 1e6)
+    assert costs.copies_per_step == 1
+
+
+class TestRecomputation:
+    """Where copies do not pay, samples are computed again."""
+
+    @every_depth
+    def test_nothing_is_copied(self, depth, monkeypatch):
+        monkeypatch.setattr("paper_device.EveryCopyPays.pays", lambda self, copies: False)
+        shop = Workshop(depth=depth, host_slots=40, block_size=4, usable_blocks=14)
+        for _ in range(2):
+            shop.submit(17, 35)
+        finish(shop)
+        assert stats(shop).preemptions > 0
+        assert (stats(shop).offloaded_blocks, stats(shop).returned_blocks) == (0, 0)
+
+    @every_depth
+    def test_nothing_is_brought_back(self, depth, monkeypatch):
+        """Then copies became slow."""
+        shop = Workshop(depth=depth, host_slots=40, block_size=4, usable_blocks=14)
+        for _ in range(2):
+            shop.submit(17, 35)
+        turn_until(shop, lambda: stats(shop).offloaded_blocks > 3)
+        monkeypatch.setattr("paper_device.EveryCopyPays.pays", lambda self, copies: False)
+        finish(shop)
+        assert stats(shop).returned_blocks == 0
