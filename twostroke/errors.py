@@ -39,6 +39,10 @@ class EngineAsleep(TwostrokeError, RuntimeError):
     """The call needs the weights, and they are put away."""
 
 
+class BatchStopped(TwostrokeError, RuntimeError):
+    """A batch ended before its last request; what it has done is kept, and the same command goes on from there."""
+
+
 class UnsupportedModel(TwostrokeError, ValueError):
     """The model needs something that the chosen implementation does not have; the message names it."""
 

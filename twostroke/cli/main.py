@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedModel
+from .batch import batch
 from .bench import bench
 from .demo import demo
 from .generate import generate
@@ -56,6 +57,7 @@ app = typer.Typer(
     help="An LLM inference engine in which the CPU and the GPU never wait for each other.",
 )
 app.command()(generate)
+app.command()(batch)
 app.command()(serve)
 app.command()(bench)
 app.command()(profile)

@@ -80,6 +80,16 @@ def load_model(
         ) from error
 
 
+def model_files(name: str | os.PathLike[str]) -> tuple[Path | None, dict[str, Any]]:
+    """Return the directory of a model, None for a preset, and its configuration; files are fetched where need be.
+
+    Raises:
+        InvalidConfig: the model is not found, or its configuration cannot be read.
+    """
+    directory = None if name in PRESETS else _find_directory(name)
+    return directory, dict(PRESETS[str(name)]) if directory is None else _read_json(directory / "config.json")
+
+
 def _load(
     name: str | os.PathLike[str],
     impl: str,
@@ -91,8 +101,7 @@ def _load(
 ) -> LoadedModel:
     if impl not in IMPLEMENTATIONS:
         raise InvalidConfig(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    directory = None if name in PRESETS else _find_directory(name)
-    config = PRESETS[str(name)] if directory is None else _read_json(directory / "config.json")
+    directory, config = model_files(name)
     weights_dtype = _resolve_dtype(dtype, config, device)
     decoder_config = _native_config(config, impl)
     if decoder_config is not None and compile is True:

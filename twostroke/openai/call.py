@@ -72,8 +72,7 @@ class Call:
         for sample in samples(outputs):
             if sample.finish_reason is FinishReason.CANCELLED:
                 raise self._cause
-            if sample.finish_reason is FinishReason.ERROR:
-                raise _failed(sample.error or "")
+        check_outputs(outputs)
         return outputs
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -96,6 +95,13 @@ class Call:
 def samples(outputs: Sequence[RequestOutput]) -> list[SampleOutput]:
     """The samples of all prompts, in order: the choices of an answer."""
     return [sample for output in outputs for sample in output.outputs]
+
+
+def check_outputs(outputs: Sequence[RequestOutput]) -> None:
+    """Raise ApiError if a sample ended with an error."""
+    for sample in samples(outputs):
+        if sample.finish_reason is FinishReason.ERROR:
+            raise _failed(sample.error or "")
 
 
 def _failed(error: str) -> ApiError:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput, SampleOutput
+from ..text.tokenizer import Tokenizer
 from .answers import finish, head, usage
 from .call import Call, samples
 from .errors import ApiError
@@ -85,6 +86,10 @@ class ChatRequest(_Unsupported, StreamingFields):  # type: ignore[misc, valid-ty
         structured = self.response_format.structured() if self.response_format else None
         shape = with_format("response_format", structured, self.structured)
         return sampling_params(self, max_tokens=limit, logprobs=logprobs, **shape)
+
+    def answer(self, model: str, tokenizer: Tokenizer | None, params: SamplingParams) -> ChatAnswer:
+        """What words the answer of `model`."""
+        return ChatAnswer(self, model, LogprobWriter(tokenizer))
 
 
 class ChatAnswer:

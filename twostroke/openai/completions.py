@@ -10,6 +10,7 @@ from pydantic import Field
 
 from ..sampling_params import SamplingParams
 from ..text.output import Delta, RequestOutput, SampleOutput
+from ..text.tokenizer import Tokenizer
 from .answers import finish, head, usage
 from .call import Call, samples
 from .errors import ApiError
@@ -46,11 +47,29 @@ class CompletionRequest(_Unsupported, StreamingFields):  # type: ignore[misc, va
         first = self.prompt[0]
         return [self.prompt] if isinstance(first, int) else self.prompt  # type: ignore[return-value]
 
+    def names(self) -> dict[str, str]:
+        """What the body calls parameters, where that is not the engine's name."""
+        return {}
+
     def params(self) -> SamplingParams:
         if self.echo and self.logprobs is not None:
             raise ApiError(400, f"logprobs={self.logprobs} is not supported with echo", param="logprobs")
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return sampling_params(self, max_tokens=limit)
+
+    def answer(self, model: str, tokenizer: Tokenizer | None, params: SamplingParams) -> CompletionAnswer:
+        """What words the answer of `model`.
+
+        Raises:
+            ApiError: `echo` needs a tokenizer.
+        """
+        return CompletionAnswer(self, model, self._echoes(tokenizer) if self.echo else None, LogprobWriter(tokenizer))
+
+    def _echoes(self, tokenizer: Tokenizer | None) -> list[str]:
+        if tokenizer is None:
+            raise ApiError(400, "echo needs a tokenizer, and this model has none", param="echo", code="no_tokenizer")
+        texts = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in self.prompts()]
+        return [text for text in texts for _ in range(self.n or 1)]
 
 
 class CompletionAnswer:

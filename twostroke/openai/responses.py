@@ -11,6 +11,7 @@ from typing import Any, Literal
 from ..request import FinishReason
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
+from ..text.tokenizer import Tokenizer
 from .call import Call
 from .events import event
 from .fields import GenerationFields
@@ -95,6 +96,10 @@ class ResponsesRequest(_Unsupported, GenerationFields):  # type: ignore[misc, va
         asked = self.text.format if self.text else None
         shape = with_format("text.format", asked.structured() if asked else None, self.structured)
         return sampling_params(self, max_tokens=self.max_output_tokens, **shape)
+
+    def answer(self, model: str, tokenizer: Tokenizer | None, params: SamplingParams) -> ResponsesAnswer:
+        """What words the answer of `model`."""
+        return ResponsesAnswer(self, params, model)
 
 
 class ResponsesAnswer:

@@ -6,10 +6,10 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..openai.chat import ChatAnswer, ChatRequest
-from ..openai.completions import CompletionAnswer, CompletionRequest
+from ..openai.chat import ChatRequest
+from ..openai.completions import CompletionRequest
 from ..openai.errors import refusals
-from ..openai.responses import ResponsesAnswer, ResponsesRequest
+from ..openai.responses import ResponsesRequest
 from ..openai.schema import request_body
 from .connection import read_body
 from .generation import respond
@@ -24,10 +24,10 @@ def add_chat(router: APIRouter, service: Service) -> None:
         service.check_model(body.model)
         body.check_stream()
         params = body.params()
+        answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
         with refusals(**body.names()):
             prompt = await service.encode_chat(*body.prompts())
             call = await service.start([prompt], [params])
-        answer = ChatAnswer(body, service.settings.model_name, service.logprobs)
         return await respond(request, call, answer, stream=bool(body.stream))
 
 
@@ -42,10 +42,9 @@ def add_completions(router: APIRouter, service: Service) -> None:
         service.check_samples(len(prompts), body.n or 1)
         with refusals():
             ids = [await service.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in prompts]
-            echoes = [service.text(prompt) for prompt in prompts for _ in range(body.n or 1)] if body.echo else None
             params = body.params()
+            answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
             call = await service.start(ids, [params] * len(ids))
-        answer = CompletionAnswer(body, service.settings.model_name, echoes, service.logprobs)
         return await respond(request, call, answer, stream=bool(body.stream))
 
 
@@ -56,8 +55,8 @@ def add_responses(router: APIRouter, service: Service) -> None:
         body = await read_body(request, ResponsesRequest, service.settings.max_body_bytes)
         service.check_model(body.model)
         params = body.params()
+        answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
         with refusals(**body.names()):
             prompt = await service.encode_chat(*body.prompts())
             call = await service.start([prompt], [params])
-        answer = ResponsesAnswer(body, params, service.settings.model_name)
         return await respond(request, call, answer, stream=bool(body.stream))

@@ -9,7 +9,6 @@ from contextlib import suppress
 from ..errors import EngineClosed, EngineDead, QueueFull
 from ..openai.call import Call
 from ..openai.errors import ApiError
-from ..openai.logprobs import LogprobWriter
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
@@ -82,11 +81,6 @@ class Service:
             raise ApiError(400, "this model has no tokenizer: only token ids can be given", code="no_tokenizer")
         return tokenizer
 
-    @property
-    def logprobs(self) -> LogprobWriter:
-        """What words log-probabilities."""
-        return LogprobWriter(self.engine.tokenizer)
-
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless `name` is that of the model; None is."""
         if name is not None and name != self.settings.model_name:
@@ -99,10 +93,6 @@ class Service:
         if len(text) < _LONG_TEXT:
             return encode(text, special_tokens=special_tokens)
         return await asyncio.to_thread(encode, text, special_tokens=special_tokens)
-
-    def text(self, prompt: str | list[int]) -> str:
-        """Return the text of a prompt."""
-        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat, ready for the assistant's answer."""

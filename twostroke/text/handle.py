@@ -80,6 +80,7 @@ class Handle:
         self._streaming = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
+        self._on_end: list[Callable[[Handle], object]] = []
 
     @property
     def sample(self) -> Sample:
@@ -123,6 +124,17 @@ class Handle:
         seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
         with self._changed:
             return self._changed.wait_for(lambda: self.done, seconds)
+
+    def on_end(self, callback: Callable[[Handle], object]) -> None:
+        """Have `callback` called with this handle once the request has ended, or now if it has.
+
+        It is called by delivery, for which all requests wait: it must return at once, and must not raise.
+        """
+        with self._changed:
+            if not self.done:
+                self._on_end.append(callback)
+                return
+        callback(self)
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._result_async().__await__()
@@ -190,6 +202,7 @@ class Handle:
                 self._output = self._whole(ended)
             if self._streaming or self._output:
                 self._notify()
+        self._call_back()
 
     def fail(self, error: Exception) -> None:
         """Make every wait raise `error`, now and later. Does nothing if the request has ended."""
@@ -197,6 +210,7 @@ class Handle:
             if not self.done:
                 self._error = error
                 self._notify()
+        self._call_back()
 
     def end_in_child(self, error: Exception) -> None:
         """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
@@ -208,6 +222,10 @@ class Handle:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
         if any(waiter.loop.is_closed() for waiter in tuple(self._waiters)):
             self.cancel()
+
+    def _call_back(self) -> None:
+        while self.done and self._on_end:
+            self._on_end.pop()(self)
 
     def _outcome(self) -> RequestOutput:
         if self._error is not None:

@@ -1,0 +1,119 @@
+"""`twostroke batch`: answer a file of requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InvalidRequest
+from .flags import EngineFlags, with_flags
+
+if TYPE_CHECKING:
+    from ..jobs.estimate import Estimate
+    from ..jobs.journal import Totals
+
+SHOWN_ERRORS = 20
+"""Lines that failed of which stderr tells; the output has all."""
+
+
+@with_flags
+def batch(
+    engine: EngineFlags,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="INPUT", help="JSON lines, of OpenAI's batch form or plain; may be gzipped; - is stdin."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where answers go, one a line.")],
+    errors: Annotated[Path | None, typer.Option(help="Where failed lines go, if not there too.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What lines call the model, if not by its own name.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests, the first ones.")] = None,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Only every Nth request, from the Ith on.")] = "1/1",
+    price: Annotated[float, typer.Option(min=0, help="Of an hour of the machine, in dollars.")] = 0.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count tokens, and estimate time and cost.")] = False,
+    bench: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A result of twostroke bench, for the speed of a dry run.")
+    ] = None,
+) -> None:
+    """Answer a file of requests; run again after whatever ended it, it goes on from there."""
+    if bench is not None and not dry_run:
+        raise InvalidRequest(f"bench={str(bench)!r} is for --dry-run alone")
+    from ..jobs.batch_input import Shard
+    from ..jobs.batch_job import BatchJob
+
+    job = BatchJob(
+        source=source,
+        output=output,
+        errors=errors,
+        engine=engine.arguments(),
+        model_name=served_model_name,
+        limit=limit,
+        shard=Shard.parse(shard),
+        price=price,
+    )
+    say = _LineErrors()
+    if dry_run:
+        _print_estimate(job.estimate(say), _speed(bench), price)
+        return
+    totals = job.run(say)
+    _print_totals(totals, price)
+    if totals.failed:
+        raise typer.Exit(1)
+
+
+class _LineErrors:
+    """Tells of the first lines that failed."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, line: int, error: Exception) -> None:
+        self._count += 1
+        if self._count <= SHOWN_ERRORS:
+            typer.echo(f"twostroke: line {line}: {' '.join(str(error).split())}", err=True)
+        elif self._count == SHOWN_ERRORS + 1:
+            typer.echo("twostroke: further lines failed too; the output has them all", err=True)
+
+
+def _print_totals(totals: Totals, price: float) -> None:
+    from ..jobs.batch_progress import cost
+
+    speed = totals.completion_tokens / totals.seconds if totals.seconds else 0.0
+    money = f", ${cost(totals.seconds, price):.2f}" if price else ""
+    typer.echo(
+        f"{totals.requests} requests, {totals.failed} failed; {totals.prompt_tokens} prompt and "
+        f"{totals.completion_tokens} output tokens in {totals.seconds:.1f} s: {speed:.1f} tokens/s{money}",
+        err=True,
+    )
+
+
+def _print_estimate(found: Estimate, speed: float | None, price: float) -> None:
+    from ..jobs.batch_progress import cost
+
+    typer.echo(f"{found.requests} requests, {found.failed} of which cannot be answered")
+    typer.echo(f"{found.prompt_tokens} prompt tokens, at most {found.completion_tokens} output tokens")
+    if speed is not None:
+        seconds = found.seconds(speed)
+        money = f", ${cost(seconds, price):.2f}" if price else ""
+        typer.echo(f"at most {seconds:.0f} s at {speed:.0f} output tokens/s{money}")
+
+
+def _speed(file: Path | None) -> float | None:
+    """Output tokens a second of the fastest run of twostroke in a benchmark's result."""
+    if file is None:
+        return None
+    from ..bench.result import Result
+
+    try:
+        runs = Result.read(file).runs
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"bench={str(file)!r} is not a result of twostroke bench: {error}") from error
+    speeds = [run.tokens_per_s for run in runs if run.engine == "twostroke"]
+    if not speeds:
+        raise InvalidRequest(f"bench={str(file)!r} has no run of twostroke")
+    return max(speeds)

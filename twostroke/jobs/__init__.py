@@ -1,0 +1,1 @@
+"""Long work that survives its process: files of requests. May import the engine, OpenAI's forms, and below."""

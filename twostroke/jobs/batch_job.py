@@ -1,0 +1,144 @@
+"""A batch as a whole: from its arguments to a complete output."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..engine import Engine
+from ..errors import BatchStopped, EngineDead
+from ..model.load import DEFAULT_MODEL, model_files
+from ..openai.errors import ApiError
+from ..text.tokenizer import find_tokenizer
+from .batch_input import BatchInput, Line, Shard
+from .batch_output import BatchOutput, journal_of
+from .batch_progress import BatchProgress
+from .batch_request import RequestReader
+from .batch_run import BatchRun
+from .estimate import Estimate, estimate
+from .journal import Totals
+
+DECIDING = ("model", "impl", "dtype", "max_model_len", "deterministic", "seed")
+"""Arguments of the engine that decide what an answer is. The others may differ when a batch goes on."""
+
+OnError = Callable[[int, ApiError], None]
+"""Called with the number of a line that failed, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A file of requests to be answered into another one.
+
+    Attributes:
+        source: the input; `-` is stdin, a copy of which is kept beside the output until all is done.
+        output: where answers go. errors: where errors go; None: there too.
+        engine: arguments of `Engine`.
+        model_name: what lines call the model; None: the name that the engine gets.
+        limit, shard: see `BatchInput`.
+        price: of an hour of the machine, in dollars.
+    """
+
+    source: Path
+    output: Path
+    errors: Path | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    model_name: str | None = None
+    limit: int | None = None
+    shard: Shard = field(default_factory=Shard)
+    price: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What lines call the model."""
+        return self.model_name or os.fspath(self.engine.get("model", DEFAULT_MODEL))
+
+    def run(self, on_error: OnError, *, progress: bool | None = None) -> Totals:
+        """Answer what the output does not have yet; return what it has then.
+
+        Args:
+            progress: show a progress bar on stderr; None: if it is a terminal.
+
+        Raises:
+            InvalidRequest: the input cannot be read, or the output is another batch's.
+            InvalidConfig, UnsupportedModel: the engine cannot run so.
+            BatchStopped: it ended before its last request.
+        """
+        with self._explained():
+            survey = self._input.survey()
+            output = BatchOutput(self.output, self.errors, self._identity(survey.digest))
+        try:
+            if output.state.totals.requests < survey.requests:
+                lines = (line for line in self._input.lines(survey) if not output.state.has(line.number))
+                self._answer(lines, survey.duplicates, output, survey.requests, on_error, progress)
+            self._copy.unlink(missing_ok=True)
+            return output.totals
+        finally:
+            output.close()
+
+    def estimate(self, on_error: OnError) -> Estimate:
+        """Count what there is to do, without an engine.
+
+        Raises:
+            InvalidRequest: the input cannot be read. InvalidConfig: the model is not found.
+        """
+        directory, config = model_files(self.engine.get("model", DEFAULT_MODEL))
+        longest = self.engine.get("max_model_len") or int(config["max_position_embeddings"])
+        try:
+            survey = self._input.survey()
+            reader = RequestReader(find_tokenizer(directory), self.name, longest, None, survey.duplicates)
+            return estimate(self._input.lines(survey), reader, on_error)
+        finally:
+            self._copy.unlink(missing_ok=True)
+
+    @cached_property
+    def _input(self) -> BatchInput:
+        if self.source != Path("-"):
+            return BatchInput(self.source, self.limit, self.shard)
+        with self._copy.open("wb") as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        return BatchInput(self._copy, self.limit, self.shard)
+
+    @property
+    def _copy(self) -> Path:
+        return self.output.with_name(self.output.name + ".stdin")
+
+    def _identity(self, digest: str) -> dict[str, Any]:
+        deciding = {name: self.engine.get(name) for name in DECIDING}
+        deciding = {name: os.fspath(value) if name == "model" and value else value for name, value in deciding.items()}
+        errors = None if self.errors is None else os.fspath(self.errors)
+        own = {"errors": errors, "model_name": self.name, "limit": self.limit, "shard": str(self.shard)}
+        return {**deciding, **own, "input": digest}
+
+    def _answer(
+        self,
+        lines: Iterator[Line],
+        duplicates: dict[int, int],
+        output: BatchOutput,
+        requests: int,
+        on_error: OnError,
+        progress: bool | None,
+    ) -> None:
+        with self._explained(), Engine(**self.engine) as engine:
+            output.start_clock()
+            reader = RequestReader(
+                engine.tokenizer, self.name, engine.max_model_len, self.engine.get("seed"), duplicates
+            )
+            with BatchProgress(engine, output, requests, self.price, progress) as bar:
+                BatchRun(engine, engine.config.max_rows, lines, reader, output, bar.show, on_error).run()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say of what ends a run that nothing is lost by it."""
+        try:
+            yield
+        except (OSError, EngineDead) as error:
+            raise BatchStopped(
+                f"{error}. What {journal_of(self.output)} knows of is done: the same command goes on from there"
+            ) from error

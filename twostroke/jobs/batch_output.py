@@ -1,0 +1,158 @@
+"""The output of a batch: answers and errors as lines, in groups that count as a whole."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidRequest
+from ..openai.errors import ApiError
+from .journal import DurableFile, Journal, State, sync_folder
+
+GROUP_LINES = 256
+GROUP_BYTES = 4 << 20
+GROUP_SECONDS = 1.0
+"""A group is written once it has so many lines or bytes, or its first line has waited so long."""
+
+
+class BatchOutput:
+    """Files that get every request once; see `journal` for what that rests on.
+
+    Args:
+        path: where answers go. errors: where errors go; None: there too.
+        identity: see `Journal`.
+        group_seconds: see `GROUP_SECONDS`.
+
+    Raises:
+        InvalidRequest: a file is not as the journal says, or there is one, but no journal.
+        OSError: a file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        errors: Path | None,
+        identity: Mapping[str, Any],
+        *,
+        group_seconds: float = GROUP_SECONDS,
+    ) -> None:
+        self._group_seconds = group_seconds
+        paths = {"output": path} | ({} if errors is None else {"errors": errors})
+        if len({own.absolute() for own in paths.values()}) < len(paths):
+            raise InvalidRequest(f"errors={str(errors)!r} is the output itself")
+        self._journal = Journal(journal_of(path), identity, paths.values())
+        self._files: dict[str, DurableFile] = {}
+        try:
+            self._open(paths)
+        except BaseException:
+            self.close()
+            raise
+        self._pending: list[int] = []
+        self._texts: dict[str, list[bytes]] = {part: [] for part in paths}
+        self._bytes = 0
+        self._since = 0.0
+        self._started = time.perf_counter()
+        self._before = self.state.totals.seconds
+        self.totals = self.state.totals
+
+    @property
+    def state(self) -> State:
+        """What is safe."""
+        return self._journal.state
+
+    def start_clock(self) -> None:
+        """Count the time from now on."""
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time of all runs."""
+        return self._before + time.perf_counter() - self._started
+
+    def add_answer(self, line: int, custom_id: str, body: Mapping[str, Any], prompt: int, completion: int) -> None:
+        """Add an answer.
+
+        Args:
+            prompt, completion: its tokens.
+        """
+        response = {"status_code": 200, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+        self.totals = self.totals.plus(requests=1, prompt_tokens=prompt, completion_tokens=completion)
+        self._add("output", line, custom_id, response, None)
+
+    def add_error(self, line: int, custom_id: str, error: ApiError) -> None:
+        """Add what went wrong with a line."""
+        told = error.body()["error"] | {"status_code": error.status, "line": line}
+        self.totals = self.totals.plus(requests=1, failed=1)
+        self._add("errors" if "errors" in self._files else "output", line, custom_id, None, told)
+
+    def flush_if_due(self) -> None:
+        """Write the group if it is large or old enough."""
+        if self.due_in() == 0 or len(self._pending) >= GROUP_LINES or self._bytes >= GROUP_BYTES:
+            self.flush()
+
+    def due_in(self) -> float | None:
+        """Seconds until the group is old enough; None if it is empty."""
+        return max(0.0, self._since + self._group_seconds - time.perf_counter()) if self._pending else None
+
+    def flush(self) -> None:
+        """Write the group; all that was added is safe once this returns.
+
+        Raises:
+            OSError: the disk is full, for example. The files can be used no more; opened again, they are as they
+                were before this group.
+        """
+        if not self._pending:
+            return
+        lines, self._pending = self._pending, []
+        for part, texts in self._texts.items():
+            if texts:
+                self._files[part].append(b"".join(texts))
+                self._files[part].sync()
+                texts.clear()
+        self._bytes = 0
+        self.totals = self.totals.plus(seconds=self.seconds - self.totals.seconds)
+        self._journal.append(lines, {part: file.length for part, file in self._files.items()}, self.totals)
+
+    def close(self) -> None:
+        """Close the files; what was not written is forgotten."""
+        for file in self._files.values():
+            file.close()
+        self._journal.close()
+
+    def _open(self, paths: Mapping[str, Path]) -> None:
+        for part, path in paths.items():
+            self._files[part] = file = DurableFile(path)
+            length = self.state.lengths.get(part, 0)
+            if file.length < length:
+                raise InvalidRequest(
+                    f"{part}={str(path)!r} has {file.length} bytes, but {str(self._journal.path)!r} knows of {length}: "
+                    "it was changed"
+                )
+            file.cut(length)
+            sync_folder(path)
+
+    def _add(
+        self,
+        part: str,
+        line: int,
+        custom_id: str,
+        response: Mapping[str, Any] | None,
+        error: Mapping[str, Any] | None,
+    ) -> None:
+        fields = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+        # NOTE: ASCII, since some readers of lines also split at U+0085 or U+2028, which JSON does not escape by itself.
+        text = json.dumps(fields, ensure_ascii=True).encode() + b"\n"
+        if not self._pending:
+            self._since = time.perf_counter()
+        self._pending.append(line)
+        self._texts[part].append(text)
+        self._bytes += len(text)
+
+
+def journal_of(output: Path) -> Path:
+    """The file beside an output that says what is in it."""
+    return output.with_name(output.name + ".journal")

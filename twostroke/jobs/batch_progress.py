@@ -1,0 +1,61 @@
+"""The progress bar of a batch."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from ..engine import Engine
+from .batch_output import BatchOutput
+
+SECONDS_PER_HOUR = 3600
+
+
+class BatchProgress:
+    """Shows on stderr how far a batch is, how fast it goes, and what it has cost so far.
+
+    Args:
+        total: requests, those of earlier runs included.
+        price: of an hour, in dollars; 0 is not shown.
+        shown: None: if stderr is a terminal.
+    """
+
+    def __init__(self, engine: Engine, output: BatchOutput, total: int, price: float, shown: bool | None) -> None:
+        self._engine = engine
+        self._output = output
+        self._price = price
+        self._tokens = output.totals.completion_tokens
+        self._began = time.perf_counter()
+        self._bar = None
+        if sys.stderr.isatty() if shown is None else shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rates]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._task = self._bar.add_task("requests", total=total, completed=output.totals.requests, rates="")
+
+    def show(self) -> None:
+        """Show the present state."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._output.totals.requests, rates=self._rates())
+
+    def _rates(self) -> str:
+        tokens = self._output.totals.completion_tokens - self._tokens
+        speed = tokens / (time.perf_counter() - self._began)
+        rates = f"{speed:.0f} tokens/s, GPU active {self._engine.stats().active:.1%}"
+        return f"{rates}, ${cost(self._output.seconds, self._price):.2f}" if self._price else rates
+
+    def __enter__(self) -> BatchProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def cost(seconds: float, price: float) -> float:
+    """What `seconds` cost at `price` an hour."""
+    return seconds / SECONDS_PER_HOUR * price
