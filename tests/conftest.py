@@ -16,8 +16,11 @@ from families import save_family
 
 from twostroke.model.default_model import default_model_dir
 
-collect_ignore_glob = [] if find_spec("fastapi") else ["test_server_*.py"]
-"""Without the packages of the extra `server`, what needs them is left out."""
+collect_ignore_glob = [
+    *([] if find_spec("fastapi") else ["test_server_*.py"]),
+    *([] if find_spec("pydantic") and find_spec("msgspec") else ["test_batch_*.py"]),
+]
+"""Without the packages that OpenAI's forms and the server need, what uses them is left out."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

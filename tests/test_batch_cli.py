@@ -1,0 +1,142 @@
+"""`twostroke batch`: its flags, what it prints, exit codes; and its answers beside the server's."""
+
+from __future__ import annotations
+
+import gzip
+from importlib.util import find_spec
+
+import pytest
+from batch_case import plain, read_lines, write_lines
+from typer.testing import CliRunner
+
+from twostroke.bench.result import Result, Run
+from twostroke.cli.main import app
+
+TINY = ("--model", "tiny", "--device", "cpu", "--num-blocks", "64", "--max-rows", "8", "--engine-seed", "1")
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["batch", *map(str, arguments)])
+
+
+def test_answers_and_a_summary(tmp_path):
+    result = run(write_lines(tmp_path / "in", plain(9)), "-o", tmp_path / "out", *TINY, "--price", "3600000")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == ""
+    assert "9 requests, 0 failed; 27 prompt and" in result.stderr
+    assert ", $" in result.stderr
+    assert len(read_lines(tmp_path / "out")) == 9
+    again = run(tmp_path / "in", "-o", tmp_path / "out", *TINY)
+    assert again.exit_code == 0
+    assert len(read_lines(tmp_path / "out")) == 9
+
+
+def test_errors_are_told_and_split_off(tmp_path):
+    lines = ["junk", *plain(3), *[{"prompt": "x"}] * 30]
+    result = run(write_lines(tmp_path / "in", lines), "-o", tmp_path / "out", "--errors", tmp_path / "bad", *TINY)
+    assert result.exit_code == 1
+    assert "line 1: the line is not JSON" in result.stderr
+    assert "line 23: " in result.stderr
+    assert "line 24: " not in result.stderr
+    assert "further lines failed too" in result.stderr
+    failed = [line["custom_id"] for line in read_lines(tmp_path / "bad")]
+    assert failed == ["line-1", *(f"line-{number}" for number in range(5, 35))]
+    assert all(line["response"] is None and line["error"]["message"] for line in read_lines(tmp_path / "bad"))
+    assert sorted(line["custom_id"] for line in read_lines(tmp_path / "out")) == ["line-2", "line-3", "line-4"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--engine-seed", "2"), "seed=2"),
+        (("--limit", "3"), "limit=3"),
+        (("--shard", "1/2"), "shard='1/2'"),
+        (("--served-model-name", "x"), "model_name='x'"),
+        (("--max-model-len", "100"), "max_model_len=100"),
+        (("--errors", "bad"), "errors='bad'"),
+    ],
+)
+def test_other_arguments_are_refused(tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(tmp_path / "in", [])
+    assert run(source, "-o", tmp_path / "out", *TINY).exit_code == 0
+    result = run(source, "-o", tmp_path / "out", *TINY, *flags)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert run(source, "-o", tmp_path / "out", *TINY, "--max-rows", "4").exit_code == 0
+
+
+def test_another_input_is_refused(tmp_path):
+    source = write_lines(tmp_path / "in", plain(2))
+    assert run(source, "-o", tmp_path / "out", *TINY).exit_code == 0
+    write_lines(source, plain(3))
+    result = run(source, "-o", tmp_path / "out", *TINY)
+    assert result.exit_code == 2
+    assert "input=" in result.stderr
+
+
+def test_stdin_may_be_gzipped(tmp_path):
+    data = gzip.compress(write_lines(tmp_path / "in", plain(4)).read_bytes())
+    for _ in range(2):  # the second time all is there
+        arguments = ["batch", "-", "-o", str(tmp_path / "out"), *TINY]
+        result = CliRunner().invoke(app, arguments, input=data)
+        assert result.exit_code == 0, result.output
+    assert len(read_lines(tmp_path / "out")) == 4
+    assert not list(tmp_path.glob("*.stdin"))
+
+
+def test_a_dry_run_counts_and_estimates(tmp_path):
+    lines = [{"prompt": [1, 2, 3], "max_tokens": 10, "n": 2}, {"prompt": [1], "max_tokens": 5}, "junk"]
+    measured = Run(engine="twostroke", loop="async", seconds=2, tokens=10)
+    bench = Result(benchmark="small", gpu=None, workload={}, runs=(measured,))
+    file = bench.write(tmp_path / "bench.json")
+    flags = (*TINY, "--dry-run", "--bench", file, "--price", 7200)
+    result = run(write_lines(tmp_path / "in", lines), "-o", tmp_path / "out", *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "3 requests, 1 of which cannot be answered",
+        "4 prompt tokens, at most 25 output tokens",
+        "at most 5 s at 5 output tokens/s, $10.00",
+    ]
+    assert "line 3: the line is not JSON" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_bench_needs_a_result_and_a_dry_run(tmp_path):
+    source = write_lines(tmp_path / "in", plain(1))
+    assert "for --dry-run alone" in run(source, "-o", tmp_path / "o", "--bench", source).stderr
+    result = run(source, "-o", tmp_path / "o", "--model", "tiny", "--dry-run", "--bench", source)
+    assert result.exit_code == 2
+    assert "is not a result of twostroke bench" in result.stderr
+
+
+BODIES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 9, "logprobs": True},
+    "/v1/completions": {"prompt": ["Once", "Twice"], "echo": True, "n": 2, "seed": 5, "return_token_ids": True},
+    "/v1/responses": {"input": "Why?", "max_output_tokens": 7, "instructions": "Be brief."},
+}
+OWN = {"id", "created", "created_at"}
+"""What differs between two answers that are the same."""
+
+
+@pytest.mark.skipif(not find_spec("fastapi"), reason="needs the extra server")
+def test_answers_are_those_of_the_server(server, small_dir, tmp_path):
+    from serving import MODEL
+
+    bodies = {url: body | {"temperature": 0, "model": MODEL} for url, body in BODIES.items()}
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
+    flags = ("--model", small_dir, "--device", "cpu", "--num-blocks", "600", "--served-model-name", MODEL)
+    result = run(write_lines(tmp_path / "in", lines), "-o", tmp_path / "out", *flags)
+    assert result.exit_code == 0, result.output
+    for line in read_lines(tmp_path / "out"):
+        served = server.post(line["custom_id"], bodies[line["custom_id"]]).json
+        assert comparable(line["response"]["body"]) == comparable(served)
+
+
+def comparable(value):
+    """An answer without what differs; log-probabilities rounded, since batches differ in their last bits."""
+    if isinstance(value, dict):
+        return {name: comparable(part) for name, part in value.items() if name not in OWN and name != "cached_tokens"}
+    if isinstance(value, list):
+        return [comparable(part) for part in value]
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,0 +1,172 @@
+"""The output of a batch and its journal: what a death between any two calls, or amid one, leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from twostroke import InvalidRequest
+from twostroke.jobs import journal as journal_module
+from twostroke.jobs.batch_output import BatchOutput, journal_of
+from twostroke.jobs.journal import ranges
+from twostroke.openai.errors import ApiError
+
+LINES = [1, 2, 3, 5, 8, 9, 10, 11]
+GROUPS = [[2, 1], [8, 3, 5], [9], [11, 10]]
+
+
+class Death(BaseException):
+    """The process is gone."""
+
+
+class DyingSystem(SimpleNamespace):
+    """The calls of `os` that change files; call number `last` does not come about, or only half of it does."""
+
+    def __init__(self, last: int, half: bool) -> None:
+        super().__init__(**{name: getattr(os, name) for name in dir(os) if not name.startswith("__")})
+        self.left, self.half = last, half
+        for name in ("write", "fsync", "ftruncate"):
+            setattr(self, name, self.mortal(name))
+
+    def mortal(self, name):
+        def call(file, *arguments):
+            self.left -= 1
+            if self.left < 0:
+                if self.half and name == "write":
+                    os.write(file, arguments[0][: len(arguments[0]) // 2])
+                raise Death
+            return getattr(os, name)(file, *arguments)
+
+        return call
+
+
+def open_output(folder, **identity):
+    return BatchOutput(folder / "out", folder / "errors", {"input": "x", **identity})
+
+
+def answer_rest(folder):
+    """A run of a batch: answers what is not there, every fifth line with an error."""
+    output = open_output(folder)
+    try:
+        for group in GROUPS:
+            for line in group:
+                if not output.state.has(line):
+                    add(output, line)
+            output.flush()
+    finally:
+        output.close()
+
+
+def add(output, line):
+    if line % 5 == 0:
+        output.add_error(line, f"line-{line}", ApiError(400, "bad"))
+    else:
+        output.add_answer(line, f"line-{line}", {"text": "ü" * line}, 2, line)
+
+
+def numbers(path):
+    return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_death_at_every_call(tmp_path, monkeypatch, half):
+    """Killed at call k, and twice more in the runs after that; then every line is there once."""
+    for first in range(100):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        died = [dies(folder, last, monkeypatch, half) for last in (first, first // 2, 3)]
+        answer_rest(folder)
+        assert sorted(numbers(folder / "out")) == sorted(f"line-{line}" for line in LINES if line % 5)
+        assert sorted(numbers(folder / "errors")) == sorted(f"line-{line}" for line in LINES if not line % 5)
+        if not died[0]:
+            return
+    pytest.fail("it never lived to the end")
+
+
+def dies(folder, last, monkeypatch, half):
+    """Run with so many calls to live; True if it needs more."""
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "os", DyingSystem(last, half))
+        try:
+            answer_rest(folder)
+        except Death:
+            return True
+    return False
+
+
+def test_the_totals_are_those_of_what_is_there(tmp_path):
+    answer_rest(tmp_path)
+    output = open_output(tmp_path)
+    totals = output.totals
+    assert (totals.requests, totals.failed) == (8, 2)
+    assert totals.completion_tokens == sum(line for line in LINES if line % 5)
+    assert totals.prompt_tokens == 12
+    assert all(output.state.has(line) == (line in LINES) for line in range(20))
+    output.close()
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_half_written_record_is_cut(tmp_path, cut):
+    answer_rest(tmp_path)
+    path = journal_of(tmp_path / "out")
+    path.write_bytes(path.read_bytes()[:-cut])
+    output = open_output(tmp_path)
+    assert [line for line in LINES if not output.state.has(line)] == [10, 11]
+    output.close()
+    answer_rest(tmp_path)
+    assert len(numbers(tmp_path / "out")) + len(numbers(tmp_path / "errors")) == len(LINES)
+
+
+def test_damage_before_the_end_is_refused(tmp_path):
+    """Cutting there would drop what was safe."""
+    answer_rest(tmp_path)
+    path = journal_of(tmp_path / "out")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"\0" * 20 + b"\n", *lines[2:]]))
+    with pytest.raises(InvalidRequest, match=r"journal=.*is damaged at byte"):
+        open_output(tmp_path)
+
+
+def test_another_batch_is_refused_by_the_name_of_what_differs(tmp_path):
+    answer_rest(tmp_path)
+    before = (tmp_path / "out").read_bytes()
+    with pytest.raises(InvalidRequest, match=r"^seed=3, but '.*' is of a batch with seed=None"):
+        open_output(tmp_path, seed=3)
+    assert (tmp_path / "out").read_bytes() == before
+
+
+def test_a_file_that_is_no_output_is_left_alone(tmp_path):
+    (tmp_path / "out").write_text("precious\n")
+    with pytest.raises(InvalidRequest, match=r"^output='.*' is there already"):
+        open_output(tmp_path)
+    assert (tmp_path / "out").read_text() == "precious\n"
+    assert not journal_of(tmp_path / "out").exists()
+
+
+def test_an_output_that_was_shortened_is_refused(tmp_path):
+    answer_rest(tmp_path)
+    with (tmp_path / "errors").open("rb+") as file:
+        file.truncate(10)
+    with pytest.raises(InvalidRequest, match=r"^errors='.*' has 10 bytes, but .* knows of \d+: it was changed"):
+        open_output(tmp_path)
+
+
+def test_two_processes_cannot_write_one_output(tmp_path):
+    output = open_output(tmp_path)
+    with pytest.raises(InvalidRequest, match="in use by another process"):
+        open_output(tmp_path)
+    output.close()
+    open_output(tmp_path).close()
+
+
+def test_errors_must_have_a_file_of_their_own(tmp_path):
+    with pytest.raises(InvalidRequest, match="is the output itself"):
+        BatchOutput(tmp_path / "out", tmp_path / "out", {})
+
+
+def test_ranges():
+    assert ranges([]) == []
+    assert ranges([5, 1, 2, 9, 3]) == [[1, 3], [5, 5], [9, 9]]
