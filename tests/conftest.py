@@ -18,7 +18,7 @@ from twostroke.model.default_model import default_model_dir
 
 collect_ignore_glob = [
     *([] if find_spec("fastapi") else ["test_server_*.py"]),
-    *([] if find_spec("pydantic") and find_spec("msgspec") else ["test_batch_*.py"]),
+    *([] if find_spec("pydantic") and find_spec("msgspec") else ["test_jobs_*.py"]),
 ]
 """Without the packages that OpenAI's forms and the server need, what uses them is left out."""
 
