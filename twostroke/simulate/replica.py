@@ -42,6 +42,8 @@ class Replica:
         self.depth = settings.depth
         self.step_time = step_time
         self._limits = settings.limits(num_blocks)
+        self._surely_fits = min(self._limits.max_model_len, self._limits.cache_positions)
+        self._requests: dict[tuple[int, int], Request] = {}
         self._measures = measures
         self._submitted = 0
         self.shortcut: Shortcut | None = Shortcut(
@@ -82,13 +84,20 @@ class Replica:
         self.times.submit(sample, Trip(number, sample.prompt_len + outputs - 1))
 
     def _request(self, arrival: Arrival) -> Request:
+        """The checked request; where nothing can be refused or clamped, a copy of one that was checked."""
         waiting, most = self._submitted - self.scheduler.begun, self._limits.max_waiting
         if most is not None and waiting >= most:
             raise InvalidRequest(f"max_waiting={most} requests wait already")
-        params = SamplingParams(
-            temperature=0.0, max_tokens=arrival.max_tokens, ignore_eos=True, priority=arrival.priority
-        )
-        return Request.create("", arrival.prompt, params, seed=0, limits=self._limits)
+        kind = arrival.max_tokens, arrival.priority
+        if not len(arrival.prompt) or len(arrival.prompt) + arrival.max_tokens > self._surely_fits:
+            return self._create(arrival.prompt, *kind)
+        if (model := self._requests.get(kind)) is None:
+            model = self._requests[kind] = self._create(arrival.prompt[:1], *kind)
+        return Request("", arrival.prompt, model.params, model.seed, model.max_tokens, model.stop_ids, model.rules)
+
+    def _create(self, prompt: np.ndarray, max_tokens: int, priority: int) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, priority=priority)
+        return Request.create("", prompt, params, seed=0, limits=self._limits)
 
     def advance(self, until: float) -> None:
         """Begin turns until the CPU's clock has come so far, or there is nothing to do."""

@@ -46,7 +46,7 @@ class Settings:
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range."""
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        EngineConfig(**_NOT_SIMULATED, **given).validate()
+        EngineConfig(**(dict.fromkeys(EngineConfig.__dataclass_fields__) | _NOT_SIMULATED | given)).validate()
         if self.max_rows * self.max_model_len > MAX_TOKEN_SLOTS:
             raise InvalidConfig(
                 f"max_rows={self.max_rows} times max_model_len={self.max_model_len} is more than {MAX_TOKEN_SLOTS}"
@@ -99,6 +99,6 @@ class Settings:
 
 _NOT_SIMULATED: dict[str, Any] = {
     **{"model": "simulated", "impl": "auto", "device": "auto", "dtype": "auto", "attention": "auto"},
-    **{"graphs": True, "compile": "auto", "deterministic": False, "max_ledgers": None, "seed": None},
+    **{"graphs": True, "compile": "auto", "deterministic": False},
 }
-"""Settings of an engine that change no step's composition, or are part of the step-time model."""
+"""Settings of an engine that are not simulated, but for those that may be None."""

@@ -80,9 +80,8 @@ class Shortcut:
         if scheduler.waiting and (self._takes_rows or scheduler.rows.free):
             return False
         rows = batch.lanes.plan_rows
-        return len(self._in_flight) == self._depth - 1 and all(
-            plan.lane_rows is rows and not len(plan.chunks) for plan, _ in self._in_flight
-        )
+        alike = (plan.lane_rows is rows and not len(plan.chunks) for plan, _ in self._in_flight)
+        return len(self._in_flight) == self._depth - 1 and all(alike)
 
     def _walk(self, lanes: np.ndarray, most: int, until: float) -> tuple[list[float], list[float]]:
         """Launch and wait for up to `most` turns; return when each commit was, and the seconds of each step."""
