@@ -24,6 +24,7 @@ BELOW_ENGINE = WORDS | {
         "text",
         "device",
         "runner",
+        "sampling_part",
         "loop",
         "constraints",
     ),
@@ -66,7 +67,8 @@ ALLOWED = {
     # transformers: for tokenizers that are not a tokenizer.json, imported when such a one is met.
     "text": {"numpy", "tokenizers", "jinja2", "transformers", "request"},
     "device": {"torch", "numpy", "plan", "logprob_record"},
-    "runner": {"torch", "numpy", "device", "model", "sampling", "plan", "held_input"},
+    "runner": {"torch", "numpy", "device", "model", "sampling", "sampling_part", "plan", "held_input"},
+    "sampling_part": {"torch", "device", "sampling", "plan"},
     "loop": set(),
     "config": set(),
     "watched": {"device"},

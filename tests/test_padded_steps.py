@@ -3,6 +3,7 @@
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -14,6 +15,9 @@ from twostroke import SamplingParams
 from twostroke.device.graphs import Recurring
 from twostroke.device.shapes import PaddedShapes
 from twostroke.device.slot import StepBuffers
+from twostroke.plan import Feature
+from twostroke.sampling.stage import Stage
+from twostroke.sampling_part import SamplingPart
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True)
@@ -74,6 +78,11 @@ def use_graphs(parts, graphs, decode):
     parts.runner.capture(graphs, decode, parts.slots, StepBuffers(parts.device, words, lanes), logits)
 
 
+def is_step(key):
+    """Whether a graph's key is that of a step or its forward part, not of a sampling part."""
+    return len(key) == 6
+
+
 def tokens_of(engine, params):
     outputs = engine.generate(make_prompts(), params)
     assert all(output.finish_reason == "length" for output in outputs)
@@ -96,7 +105,7 @@ def test_tokens_are_those_of_exact_shapes(expected, case, mode, with_graphs):
             assert tokens_of(engine, params) == expected[params]
         assert (engine.stats().preemptions > 0) == (case == "preempted")
     if with_graphs:
-        prompts = {key for key in graphs.replays if key[2]}
+        prompts = {key for key in graphs.replays if is_step(key) and key[2]}
         assert prompts, "no step with prompt chunks ran by a graph"
         assert len({key[0] for key in prompts}) == 1, "they serve all slots"
 
@@ -168,7 +177,8 @@ def test_whatever_requests_ask_for(granted, mode, options):
         for _ in range(2):
             assert wished(engine) == granted
             engine.reset_prefix_cache()
-    assert any(key[2] and key[-1] for key in graphs.replays), "a forward part alone"
+    assert any(is_step(key) and key[2] and key[-1] for key in graphs.replays), "a forward part alone"
+    assert any(not is_step(key) for key in graphs.replays), "a sampling part"
 
 
 def test_a_shape_is_captured_at_its_second_use_and_accounted_for():
@@ -184,6 +194,68 @@ def test_a_shape_is_captured_at_its_second_use_and_accounted_for():
     (_, ended), *more = (span for times in list(window)[1:] for span in times.captures)
     assert not more
     assert ended <= second.compute[0], "the step does not begin before its graph is there"
+
+
+FEATURES = {
+    "presence_penalty": 1.5,
+    "typical_p": 0.5,
+    "logprobs": 1,
+    "no_repeat_ngram_size": 2,
+    "bad_words": [[3, 4]],
+    "logit_bias": {5: 3.0},
+}
+"""One parameter for each feature that leaves its mark on the kernels of a sampling part."""
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_sampling_part_of_a_feature_is_captured_at_its_second_use(name, mode):
+    params = replace(SEEDED, **{name: FEATURES[name]})
+    with running("sync", max_rows=4) as engine:
+        expected = engine.generate(make_prompts([9, 4]), params)
+    graphs = PaperGraphs()
+    with padded(mode, graphs=graphs, max_rows=4) as engine:
+        found = engine.generate(make_prompts([9, 4]), params)
+        steps = engine.stats().steps
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    slots = 1 if mode == "sync" else 2
+    replays = [key for key in graphs.replays if not is_step(key)]
+    assert len({key for key in graphs.work if not is_step(key)}) == slots, "one for each slot"
+    assert len(replays) == steps - 1 - slots, "all but the prompt's step and the first of each slot"
+
+
+def test_few_graphs_of_sampling_parts_are_kept_and_features_do_not_mix():
+    """Requests with other features come and go; the bound is that of the steps in flight."""
+    graphs = PaperGraphs()
+    params = [replace(SEEDED, **{name: value}, max_tokens=10 + i) for i, (name, value) in enumerate(FEATURES.items())]
+    with running("sync", max_rows=8) as engine:
+        expected = [output.token_ids for output in engine.generate(make_prompts(LENGTHS[:6]), params)]
+    with (
+        mock.patch("twostroke.runner.MAX_SAMPLING_GRAPHS", 4),
+        padded("delayed", graphs=graphs, max_rows=8, max_chunk_tokens=5) as engine,
+    ):
+        for _ in range(2):
+            assert [o.token_ids for o in engine.generate(make_prompts(LENGTHS[:6]), params)] == expected
+            engine.reset_prefix_cache()
+        assert len([key for key in graphs.work if not is_step(key)]) <= 4
+    replayed = {key[2] for key in graphs.replays if not is_step(key)}
+    assert len(replayed) > 2, "several sets of features"
+
+
+@pytest.mark.parametrize("features", [Feature.PENALTIES, Feature.TYPICAL, Feature.LOGPROBS, Feature.HELD])
+def test_only_what_edits_logits_copies_them(features):
+    seen = []
+    state = SimpleNamespace(**dict.fromkeys(("sample_rows", "tokens", "errors", "chances", "logprobs"), torch.zeros(2)))
+    stage = Stage(Feature.PENALTIES, lambda logits, rows: logits.add_(1))
+    ledgers = SimpleNamespace(enter=lambda tokens, rows: None)
+    part = SamplingPart(state, ledgers, [stage], lambda logits, *rest: seen.append(logits), lambda *args: None)
+    logits = torch.zeros(2, 5, dtype=torch.bfloat16)
+    with mock.patch("twostroke.sampling_part.write_logprobs") as write:
+        part.run(features | Feature.LOGPROBS, logits, torch.zeros(2, 2), torch.zeros(2, 3))
+    assert write.call_args.args[0] is logits, "raw ones"
+    assert not logits.any()
+    assert (seen[0] is logits) == (features is not Feature.PENALTIES)
+    assert seen[0].dtype == (torch.float32 if features is Feature.PENALTIES else torch.bfloat16)
 
 
 def test_graphs_of_shapes_that_did_not_come_again_are_dropped():

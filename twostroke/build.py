@@ -35,7 +35,7 @@ from .model.interface import Model
 from .model.load import LoadedModel, load_model
 from .plan import NO_FEATURES, Feature, max_ledger_words
 from .request import Limits
-from .runner import MAX_PROMPT_GRAPHS, BatchOps, Runner
+from .runner import MAX_PROMPT_GRAPHS, MAX_SAMPLING_GRAPHS, BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.stage import Stage
 from .sampling.state import SamplingState
@@ -159,7 +159,8 @@ class _Builder:
         input_words, mask_words = self._input_words(model, longest), -(-model.vocab_size // 32)
         slots = [Slot(device, input_words, self.max_lanes, mask_words) for _ in range(config.slots)]
         # NOTE: allocated before the cache is sized, and before capture, since graphs write to it.
-        wide_logits = torch.empty((self.max_lanes, model.vocab_size) if self.on_cuda else 0, device=device.torch_device)
+        logits_shape = (self.max_lanes, model.vocab_size) if self.on_cuda else 0
+        handed_logits = torch.empty(logits_shape, dtype=model.dtype, device=device.torch_device)
         device.synchronize()
         # NOTE: on the CPU what is allocated takes memory only once it is used.
         reserve = max_ledgers * ledger_bytes(model.vocab_size, longest)
@@ -174,7 +175,7 @@ class _Builder:
         if config.offload_bytes:
             tier, runner.transfers = make_host_tier(config, device, forward.attention, num_blocks, self.max_lanes)
         sizes = padded.decode.sizes if config.graphs else []
-        capture = partial(self._capture, runner, slots, wide_logits, sizes=sizes)
+        capture = partial(self._capture, runner, slots, handed_logits, sizes=sizes)
         graphs = capture()
         usable = num_blocks - 1
         tokenizer = find_tokenizer(loaded.directory)
@@ -355,7 +356,7 @@ class _Builder:
         runner.forget_activity()
         peak = torch.cuda.max_memory_allocated(self.device.torch_device) - before
         # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
-        return 2 * peak + (MAX_PROMPT_GRAPHS * _GRAPH_BYTES if config.graphs else 0)
+        return 2 * peak + ((MAX_PROMPT_GRAPHS + MAX_SAMPLING_GRAPHS) * _GRAPH_BYTES if config.graphs else 0)
 
     def _capture(self, runner: Runner, slots: list[Slot], logits: torch.Tensor, *, sizes: Sequence[int]) -> int:
         if not self.on_cuda or not sizes:

@@ -19,14 +19,18 @@ from .device.slot import Slot, StepBuffers
 from .device.streams import Device, Meter
 from .device.transfers import Transfers
 from .held_input import HeldInput, ProcessorCall
-from .plan import LEDGER_FEATURES, NO_FEATURES, Feature, Plan, StepOutput
+from .plan import NO_FEATURES, Feature, Plan, StepOutput
 from .sampling.logprobs import write_logprobs
 from .sampling.mask import apply_masks
 from .sampling.processors import run_processors
 from .sampling.stage import Stage
+from .sampling_part import LedgerOps, SamplingPart
 
 MAX_PROMPT_GRAPHS = 64
 """Captured graphs of steps with prompt chunks; more than there can be slots."""
+
+MAX_SAMPLING_GRAPHS = 64
+"""The same of sampling parts: one for each set of features, size and slot."""
 
 MIN_PATIENCE = 5e-4
 """Seconds that masks are waited for, at least."""
@@ -51,14 +55,6 @@ class Forward(Protocol):
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks of the cache, see `Plan.block_copies`."""
-
-
-class LedgerOps(Protocol):
-    """The ledgers' operations, see `kernels.ledger.LedgerOps`."""
-
-    def open(self, words: torch.Tensor, count: int) -> None: ...
-
-    def enter(self, tokens: torch.Tensor, row_ids: torch.Tensor) -> None: ...
 
 
 class Runner:
@@ -97,12 +93,12 @@ class Runner:
         self._ops = ops
         self._forward = forward
         self._ledgers = ledgers
-        self._stages = stages
-        self._sample = sample
+        self._sampling = SamplingPart(state, ledgers, stages, sample, ops.advance)
         self._shapes = shapes
         self._graphs: Graphs | None = None
         self._prompts: StepBuffers | None = None
-        self._recurring: Recurring | None = None
+        self._recurring_steps: Recurring | None = None
+        self._recurring_sampling: Recurring | None = None
         self._logits = torch.empty(0)
         self._in_flight: deque[Plan] = deque()
         self._unsampled: deque[tuple[Plan, Slot, StepShape, Window | None]] = deque()
@@ -208,21 +204,23 @@ class Runner:
 
         Each size of `decode`, largest first, so that the pool is sized once, is captured for every slot, and twice: the
         whole step for the common case, and for steps with features the forward part, which leaves its logits in
-        `logits`, float32 [max lanes, V]; their sampling part runs eagerly. Steps with prompt chunks run on the buffers
-        `prompts`, so that one graph serves all slots, and are captured when their shape comes the second time.
+        `logits`, [max lanes, V] in the model's dtype. Steps with prompt chunks run on the buffers `prompts`, so that
+        one graph serves all slots. They are captured when their shape comes the second time, and so is the sampling
+        part of steps with features when these come the second time with the same size and buffers.
         """
         self._graphs, self._prompts, self._logits = graphs, prompts, logits
-        self._recurring = Recurring(graphs, MAX_PROMPT_GRAPHS)
+        self._recurring_steps = Recurring(graphs, MAX_PROMPT_GRAPHS)
+        self._recurring_sampling = Recurring(graphs, MAX_SAMPLING_GRAPHS)
         for lanes in sorted(decode, reverse=True):
             for slot in slots:
                 for features in (NO_FEATURES, ~NO_FEATURES):
                     shape = StepShape(lanes, 0, lanes, lanes, features)
                     self._captured_part(shape)(shape, slot)
-                    self._capture(shape, slot)
+                    self._capture(_graph_key(shape, slot), partial(self._captured_part(shape), shape, slot))
 
     def forget_graphs(self) -> None:
         """Let go of what was captured, and of its memory; steps run eagerly until the next capture."""
-        self._graphs = self._prompts = self._recurring = None
+        self._graphs = self._prompts = self._recurring_steps = self._recurring_sampling = None
 
     def copy_in(self, shape: StepShape, slot: Slot) -> None:
         """The work on the h2d stream."""
@@ -237,10 +235,8 @@ class Runner:
     def compute(self, shape: StepShape, slot: Slot) -> None:
         """The work on the compute stream."""
         prompts = self._prompts if shape.chunks else None
-        recurring = None if shape.scores else self._recurring
-        if prompts is not None and recurring is not None and recurring.due(_graph_key(shape, prompts)):
-            # NOTE: before the meter begins, since no step runs meanwhile.
-            self._capture(shape, prompts)
+        # NOTE: before the meter begins, since no step runs meanwhile.
+        self._capture_recurring(shape, prompts or slot)
         self.device.meter.begin()
         if prompts is None:
             self._run(shape, slot)
@@ -258,7 +254,7 @@ class Runner:
             raw = logits.clone() if shape.features & Feature.LOGPROBS else logits
             run_processors(logits, calls)
             apply_masks(logits, slot.held.masks[:count])
-            self._sample_rows(shape.features, logits, raw, slot.held.output, slot.held.records)
+            self._sampling.run_edited(shape.features, logits, raw, slot.held.output, slot.held.records)
             slot.held.put(count, slot.device_output, slot.device_records)
         self.device.meter.end()
 
@@ -269,7 +265,8 @@ class Runner:
     def step(self, shape: StepShape, buffers: StepBuffers) -> None:
         """Both parts, one after the other."""
         logits = self.forward_part(shape, buffers)
-        self.sampling_part(shape, buffers, logits.float() if shape.features & ~Feature.LOGPROBS else logits)
+        self._prepare_sampling(shape, buffers, logits)
+        self._sample(shape, buffers, logits[: shape.sampled])
 
     def forward_part(self, shape: StepShape, buffers: StepBuffers) -> torch.Tensor:
         """Deltas, inputs with carry-over, forward pass.
@@ -292,11 +289,10 @@ class Runner:
         state.sample_rows[shape.sampled : end] = rows
         return state.sample_index[:end]
 
-    def sampling_part(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
-        """Scores, ledgers, stages, sampling, log-probabilities, advance.
+    def _prepare_sampling(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
+        """What differs from step to step: scores, ledgers that open, held rows, which are kept for the second part.
 
-        The logits [S + Q, V] are float32, and changed, if the step has features beyond log-probabilities. Those of held
-        rows are kept for the second part.
+        The logits [S + Q, V] are those of the sampled positions, then of the scored ones.
         """
         n, state = shape.sampled, self.state
         if shape.scores:
@@ -305,33 +301,12 @@ class Runner:
             write_logprobs(logits[n:], rows, state.prompt_logprobs, targets, None, buffers.device_scores)
         if shape.ledgers:
             self._ledgers.open(buffers.device_input, shape.ledgers)
-        if not n:
-            return
-        logits = logits[:n]
-        if shape.features & Feature.HELD:
-            buffers.held.keep(logits, state.sample_rows[:n], dummy_row=state.max_rows)
-        raw = logits.clone() if _edits_raw(shape.features) else logits
-        self._sample_rows(shape.features, logits, raw, buffers.device_output, buffers.device_records)
+        if n and shape.features & Feature.HELD:
+            buffers.held.keep(logits[:n], state.sample_rows[:n], dummy_row=state.max_rows)
 
-    def _sample_rows(
-        self, features: Feature, logits: torch.Tensor, raw: torch.Tensor, output: torch.Tensor, records: torch.Tensor
-    ) -> None:
-        """Sample one token from each row of `logits` [n, V] for the rows that stand in the state's `sample_rows`.
-
-        `raw` are the logits as the model gave them, for log-probabilities, which are written to `records`.
-        """
-        state, n = self.state, len(logits)
-        rows, tokens = state.sample_rows[:n], state.tokens[:n]
-        for stage in self._stages if features else ():
-            if features & stage.feature:
-                stage.edit(logits, rows)
-        chances = state.chances[:n] if features & Feature.LOGPROBS else None
-        self._sample(logits, rows, tokens, state.errors[:n], bool(features & Feature.TYPICAL), chances)
-        if chances is not None:
-            write_logprobs(raw, rows, state.logprobs, tokens, chances, records)
-        if features & LEDGER_FEATURES:
-            self._ledgers.enter(tokens, rows)
-        self._ops.advance(state, n, output)
+    def _sample(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:
+        if shape.sampled:
+            self._sampling.run(shape.features, logits, buffers.device_output, buffers.device_records)
 
     def _run(self, shape: StepShape, buffers: StepBuffers) -> None:
         """Run a step by its graph, or eagerly if there is none. Blocks are copied before, as many as there may be."""
@@ -346,7 +321,12 @@ class Runner:
         else:
             self._captured_part(shape)(shape, buffers)
         if shape.features:
-            self.sampling_part(shape, buffers, self._logits[: shape.sampled])
+            logits = self._logits[: shape.sampled]
+            self._prepare_sampling(shape, buffers, logits)
+            if (key := _sampling_key(shape, buffers)) in self._graphs:
+                self._graphs.replay(key)
+            else:
+                self._sample(shape, buffers, logits)
 
     def _captured_part(self, shape: StepShape) -> Callable[[StepShape, StepBuffers], None]:
         return self._forward_to_logits if shape.features else self.step
@@ -354,21 +334,31 @@ class Runner:
     def _forward_to_logits(self, shape: StepShape, buffers: StepBuffers) -> None:
         self._logits[: shape.sampled].copy_(self.forward_part(shape, buffers))
 
-    def _capture(self, shape: StepShape, buffers: StepBuffers) -> None:
+    def _capture_recurring(self, shape: StepShape, buffers: StepBuffers) -> None:
+        """Capture those parts of a step that come the second time."""
+        steps, sampling = self._recurring_steps, self._recurring_sampling
+        if steps is None or sampling is None or shape.scores:
+            return
+        if shape.chunks and steps.due(key := _graph_key(shape, buffers)):
+            self._capture(key, partial(self._captured_part(shape), shape, buffers))
+        if shape.features and shape.sampled and sampling.due(key := _sampling_key(shape, buffers)):
+            self._capture(key, partial(self._sample, shape, buffers, self._logits[: shape.sampled]))
+
+    def _capture(self, key: tuple[int, ...], work: Callable[[], object]) -> None:
         assert self._graphs is not None
         began = time.perf_counter()
-        self._graphs.capture(_graph_key(shape, buffers), partial(self._captured_part(shape), shape, buffers))
+        self._graphs.capture(key, work)
         self.activity.captured(began, time.perf_counter())
 
 
 def _graph_key(shape: StepShape, buffers: StepBuffers) -> tuple[int, ...]:
-    """What a graph depends on: sizes, addresses, and whether it ends with the forward part."""
+    """What a step's graph depends on: sizes, addresses, and whether it ends with the forward part."""
     return id(buffers), *shape[:4], bool(shape.features)
 
 
-def _edits_raw(features: Feature) -> bool:
-    """Whether logits are changed that somebody wants the log-probabilities of."""
-    return bool(features & Feature.LOGPROBS and features & LEDGER_FEATURES)
+def _sampling_key(shape: StepShape, buffers: StepBuffers) -> tuple[int, ...]:
+    """What a sampling part's graph depends on; held rows are none of its rows."""
+    return id(buffers), shape.sampled, int(shape.features & ~Feature.HELD)
 
 
 def _metered(meter: Meter, work: Callable[[], object]) -> None:

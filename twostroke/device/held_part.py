@@ -62,12 +62,12 @@ class HeldPart:
         self.masks[:count].copy_(self.host_masks[:count], non_blocking=True)
 
     def keep(self, logits: torch.Tensor, rows: torch.Tensor, dummy_row: int) -> None:
-        """Keep the logits, float32 [S, V], and rows, int32 [S], of the held positions; called in the first part.
+        """Keep the logits [S, V], as float32, and rows, int32 [S], of the held positions; called in the first part.
 
         The dummy row takes the place of theirs in `rows`, so that nobody samples there.
         """
         positions = self.positions[: self.count].long()
-        self._logits, self._rows = logits.index_select(0, positions), rows.index_select(0, positions)
+        self._logits, self._rows = logits.index_select(0, positions).float(), rows.index_select(0, positions)
         rows.index_fill_(0, positions, dummy_row)
 
     def take(self, count: int, rows: torch.Tensor) -> torch.Tensor:
