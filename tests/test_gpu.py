@@ -97,6 +97,18 @@ def test_fp32_tokens_of_every_feature_are_those_of_the_cpu(saved, variant, num_b
     assert (preemptions > 0) == (num_blocks == 14)
 
 
+@pytest.mark.parametrize("variant", ["sync graphs", "async graphs", "delayed graphs"])
+def test_fp32_tokens_of_samples_that_come_back_from_the_host(variant, monkeypatch):
+    monkeypatch.setattr("twostroke.cache.copy_costs.CopyCosts.pays", lambda self, copies: True)
+    prompts = make_prompts([34, 34, 50, 20])
+    expected, _ = tokens_of(prompts, SEEDED, loop="sync", graphs=False)
+    with running(num_blocks=14, offload_bytes=1 << 22, **VARIANTS[variant]) as engine:
+        outputs, stats = engine.generate(prompts, SEEDED), engine.stats()
+    assert [output.token_ids for output in outputs] == expected
+    assert stats.preemptions > 0
+    assert stats.returned_blocks > 0
+
+
 @pytest.mark.parametrize(
     "options", [dict(max_chunk_tokens=5), dict(num_blocks=14), dict(max_chunk_tokens=7, num_blocks=14)]
 )

@@ -61,6 +61,10 @@ BENCHMARKS = {
         Benchmark("small", "0.6B shape, 256 requests, 100 to 1,024 tokens in and out", "offline", 3),
         Benchmark("gsm8k", "8B shape, 1,319 short prompts, 256 tokens each", "offline", 3),
         Benchmark("sampling", "8B shape, 256 rows, sampling parameters against a bare argmax", "sampling", 3),
+        Benchmark(
+            "offload", "8B shape, 64 requests of 4,000 tokens preempted: offload against recomputation", "offload", 2
+        ),
+        Benchmark("prefix", "8B shape, 2,000 tokens of prompt: time to first token of a hit and a miss", "prefix", 3),
         Benchmark("mixed", "8B shape, 64 rows decode while prompts of 2,000 tokens arrive", "mixed", 3),
     )
 }

@@ -1,4 +1,4 @@
-"""What the runner asks of a device: three ordered streams, events between them, and buffers.
+"""What the runner asks of a device: ordered streams, events between them, and buffers.
 
 The words mean what they mean in CUDA: work on a stream runs in the order it was queued; an event recorded on a stream
 is done when everything queued there before it is done; a stream that waits for an event holds back its later work.

@@ -13,6 +13,9 @@ import torch
 from ..plan import Plan
 from .streams import Device
 
+_AT_ONCE = 4
+"""Transfers in flight for which there are buffers from the start: to pin memory takes long."""
+
 
 class Blocks(Protocol):
     """Copies blocks on the current stream, see `cache.offload.HostBlocks`."""
@@ -36,8 +39,7 @@ class _Transfer:
     """
 
     def __init__(self, device: Device, most: int) -> None:
-        self.host_index = device.host_buffer(most)
-        self.device_index = device.buffer(most)
+        self.index = device.host_buffer(most)
         self.free = device.event()
         self.done = device.event()
         self.step = self.blocks = 0
@@ -63,7 +65,7 @@ class Transfers:
         self._device = device
         self._blocks = blocks
         self._most = 2 * num_blocks
-        self._spare: list[_Transfer] = []
+        self._spare = [_Transfer(device, self._most) for _ in range(_AT_ONCE)]
         self._in_flight: deque[_Transfer] = deque()
 
     def queue(self, plan: Plan) -> None:
@@ -73,7 +75,7 @@ class Transfers:
         device, stream = self._device, self._device.offload
         transfer = self._spare.pop() if self._spare else _Transfer(device, self._most)
         transfer.step, transfer.blocks = plan.step, len(plan.saves) + len(plan.loads)
-        numbers: np.ndarray = transfer.host_index.numpy()
+        numbers: np.ndarray = transfer.index.numpy()
         numbers[: transfer.blocks] = np.concatenate([plan.saves[:, 0], plan.loads[:, 1]])
         if len(plan.loads):
             device.compute.record(transfer.free)
@@ -84,9 +86,10 @@ class Transfers:
 
     def _copy(self, transfer: _Transfer, saved: list[int], loaded: list[int]) -> None:
         """The work on the offload stream."""
-        meter, blocks = self._device.offload_meter, transfer.device_index[: transfer.blocks]
+        meter = self._device.offload_meter
         meter.begin()
-        blocks.copy_(transfer.host_index[: transfer.blocks], non_blocking=True)
+        # NOTE: allocated here, so that its memory belongs to this stream.
+        blocks = transfer.index[: transfer.blocks].to(self._device.torch_device, non_blocking=True)
         if saved:
             self._blocks.save(blocks[: len(saved)], saved)
         if loaded:

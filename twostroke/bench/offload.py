@@ -1,0 +1,148 @@
+"""`offload`: requests are preempted by others, and come back from host memory, or are computed again.
+
+The requests that are preempted fill the cache; as many of a higher priority arrive at once, take all rows and blocks,
+and end. The time is that from their arrival to the last token of the last request. Both cases have the same steps to
+run, but for those that compute the preempted requests again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from .. import Engine
+from ..errors import InvalidConfig, TwostrokeError
+from ..sampling_params import SamplingParams
+from ..text.output import RequestOutput
+from .measure import measured_between
+from .offline import release_memory
+from .options import BenchOptions
+from .result import Result, Run, compared
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Load:
+    """The workload.
+
+    Attributes:
+        model: a preset. device, dtype: of the engine.
+        requests: that are preempted, and that preempt them. prompt: tokens of each.
+        tokens: output tokens of each: more than the steps that all prompts of one kind take, so that all requests of
+            one kind are there at once.
+        block_bytes: of one block of the model in that dtype.
+    """
+
+    model: str = "llama-3.1-8b"
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    requests: int = 64
+    prompt: int = 4000
+    tokens: int = 256
+    block_bytes: int = 2 << 20
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that all the requests fill."""
+        return self.requests * -(-(self.prompt + self.tokens) // BLOCK_SIZE)
+
+
+def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
+    """Measure both cases under each loop asked for.
+
+    Raises:
+        InvalidConfig: there is no CUDA device, or the host lacks the memory.
+    """
+    if not torch.cuda.is_available():
+        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
+    load = Load()
+    runs = [run for loop in options.loops for run in run_load(load, loop, options, say)]
+    facts = asdict(load) | {"impl": options.impl, "slots": options.slots}
+    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+
+
+def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
+    """Measure recomputation, then offload with room for all, each in an engine of its own."""
+    measured: dict[str, list[Run]] = {}
+    for case, offload_bytes in (("recompute", None), ("offload", load.blocks * load.block_bytes)):
+        say(f"{case}, {loop} loop")
+        with Engine(
+            load.model,
+            impl=options.impl,
+            device=load.device,
+            dtype=load.dtype,
+            loop=loop,
+            slots=options.slots,
+            max_rows=load.requests,
+            max_step_tokens=options.step_tokens(2048),
+            max_model_len=load.prompt + load.tokens,
+            block_size=BLOCK_SIZE,
+            num_blocks=1 + load.blocks,
+            offload_bytes=offload_bytes,
+            policy="priority",
+            seed=0,
+        ) as engine:
+            rng = random.Random(0)
+            _preempt_all(engine, load, loop, rng)  # graphs of prompt steps are captured meanwhile
+            runs = [_preempt_all(engine, load, loop, rng) for _ in range(options.repetitions)]
+        measured[case] = runs
+        del engine
+        release_memory()
+    return compared(measured)
+
+
+def _preempt_all(engine: Engine, load: Load, loop: str, rng: random.Random) -> Run:
+    """Run one round, with prompts of its own.
+
+    Raises:
+        TwostrokeError: a request was not preempted, or did not get all its tokens.
+    """
+    low = [_prompt(rng, engine, load.prompt) for _ in range(load.requests)]
+    high = [_prompt(rng, engine, load.prompt) for _ in range(load.requests)]
+    handles = [engine.submit(prompt, _params(load.tokens, priority=0)) for prompt in low]
+    while engine.stats().running < load.requests or any(h.sample.timings.first_token is None for h in handles):
+        time.sleep(0.001)
+    before, start = engine.stats(), time.perf_counter()
+    others = [engine.submit(prompt, _params(load.tokens, priority=1)) for prompt in high]
+    answers = [handle.result() for handle in others]
+    took_rows = max(map(_finished, answers)) - start
+    outputs = [handle.result() for handle in handles]
+    seconds, after = max(map(_finished, outputs)) - start, engine.stats()
+    if any(not output.preemptions or len(output.token_ids) < load.tokens for output in outputs):
+        raise TwostrokeError(f"not all of {load.requests} requests were preempted, and went on to their end")
+    measured = measured_between(before, after, outputs + answers, seconds)
+    return Run(
+        engine="twostroke",
+        loop=loop,
+        seconds=seconds,
+        tokens=measured.tokens,
+        ms_per_step=1e3 * seconds / measured.steps,
+        gpu_active=measured.active,
+        extra={
+            "preempting_s": took_rows,
+            "rest_s": seconds - took_rows,
+            "host_hit_tokens": after.host_hit_tokens - before.host_hit_tokens,
+            "offloaded_blocks": after.offloaded_blocks - before.offloaded_blocks,
+            "returned_blocks": after.returned_blocks - before.returned_blocks,
+        },
+    )
+
+
+def _params(tokens: int, *, priority: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, priority=priority)
+
+
+def _prompt(rng: random.Random, engine: Engine, length: int) -> list[int]:
+    top = min(10_000, engine.model.vocab_size) - 1
+    return [rng.randint(10, top) for _ in range(length)]
+
+
+def _finished(output: RequestOutput) -> float:
+    finished = output.timings.finished
+    assert finished is not None
+    return finished
