@@ -14,6 +14,7 @@ from .. import __version__
 from ..errors import InvalidConfig, InvalidRequest, TwostrokeError, UnsupportedModel
 from .batch import batch
 from .bench import bench
+from .chat import chat
 from .demo import demo
 from .generate import generate
 from .profile import profile
@@ -58,6 +59,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(batch)
+app.command()(chat)
 app.command()(serve)
 app.command()(bench)
 app.command()(profile)

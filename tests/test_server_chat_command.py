@@ -1,0 +1,180 @@
+"""`twostroke chat`: with an engine and with a server, through pipes and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import hosted
+from typer.testing import CliRunner
+
+from twostroke import Engine, SamplingParams
+from twostroke.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 60.0
+SAMPLING = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def chat(said: str, *flags: object):
+    return CliRunner().invoke(app, ["chat", *map(str, flags)], input=said)
+
+
+@pytest.fixture(scope="module")
+def engine_flags(small_dir):
+    return "--model", small_dir, "--device", "cpu", "--num-blocks", "200"
+
+
+@pytest.fixture(scope="module")
+def expected(small_dir):
+    """What three turns and one after a reset are answered."""
+    with Engine(small_dir, device="cpu", num_blocks=200) as engine:
+        chat = [{"role": "system", "content": "Be brief."}]
+        answers = []
+        for line in ("Hello!", "Grüße, 世界 🙂", "Why?"):
+            chat.append({"role": "user", "content": line})
+            answers.append(engine.generate(chat, PARAMS)[0].text)
+            chat.append({"role": "assistant", "content": answers[-1]})
+        again = [chat[0], {"role": "user", "content": "Why?"}]
+        return [*answers, engine.generate(again, PARAMS)[0].text]
+
+
+LINES = "Hello!\n\n  Grüße, 世界 🙂  \nWhy?\n/reset\nWhy?\n/quit\nnever\n"
+
+
+def test_pipes(engine_flags, expected):
+    """Each turn knows those before it; only answers are on the output."""
+    result = chat(LINES, *engine_flags, *SAMPLING, "--system", "Be brief.")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "".join(f"{answer}\n" for answer in expected)
+    assert expected[2] != expected[3]
+
+
+def test_a_server(server, expected):
+    for url in (server.url, f"{server.url}/v1/"):
+        result = chat(LINES, "--url", url, *SAMPLING, "--system", "Be brief.")
+        assert result.exit_code == 0, result.output
+        assert result.stdout == "".join(f"{answer}\n" for answer in expected)
+    choice = chat("Hello!\n", "--url", server.url, "--choice", "yes", "--choice", "no")
+    assert choice.stdout in ("yes\n", "no\n")
+
+
+def test_what_fails_is_said_and_the_rest_goes_on(server, engine_flags, expected):
+    """A line that is too long is as if it had not been said; the exit code tells of it."""
+    lines = f"Hello!\n{'long ' * 3000}\nGrüße, 世界 🙂\n"
+    for flags in (("--url", server.url), engine_flags):
+        result = chat(lines, *flags, *SAMPLING, "--system", "Be brief.")
+        assert (result.exit_code, result.stdout) == (1, f"{expected[0]}\n{expected[1]}\n")
+        assert result.stderr.startswith("twostroke: ")
+        assert "max_model_len" in result.stderr
+
+
+def test_the_key(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    tiny = {"model": "tiny", "device": "cpu", "num_blocks": 60}
+    with hosted(tiny, {"api_keys": ("secret",)}) as server:
+        refused = chat("Hi\n", "--url", server.url)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "API key" in refused.stderr
+        known = chat("Hi\n", "--url", server.url, "--api-key-file", file)
+        assert "no tokenizer" in known.stderr  # that far it came
+        assert "API key" not in known.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--url", "localhost:8000"), "url='localhost:8000'"),
+        (("--url", "http://127.0.0.1:9", "--num-blocks", "7"), "num_blocks=7"),
+        (("--api-key-file", "x"), "api_key_file='x'"),
+        (("--n", "2"), "n=2"),
+        (("--logprobs", "1"), "logprobs=1"),
+        (("--model", "tiny", "--device", "cpu", "--num-blocks", "60"), "no tokenizer"),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_begin_with(flags, message):
+    result = chat("Hi\n", *flags)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_no_server():
+    result = chat("Hi\n", "--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "127.0.0.1:9" in result.stderr
+
+
+class Terminal:
+    """A program on a terminal of its own."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._read = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._number, text.encode())
+
+    def expect(self, text: str, count: int = 1) -> str:
+        """Wait until `text` was written `count` times; return what was written up to there since the last call."""
+        deadline = time.monotonic() + PATIENCE
+        while self._read.count(text) < count:
+            assert time.monotonic() < deadline, self._read
+            if select.select([self._number], [], [], 0.2)[0]:
+                self._read += os.read(self._number, 4096).decode(errors="replace")
+        read = text.join(self._read.split(text)[:count])
+        self._read = self._read[len(read) + len(text) :]
+        return read
+
+
+@contextmanager
+def on_terminal(*arguments: str):
+    number, theirs = pty.openpty()
+    command = [sys.executable, "-m", "twostroke", *arguments]
+    environment = os.environ | {"TERM": "dumb", "PYTHONPATH": os.fspath(ROOT)}
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    # A session of its own, so that the terminal is the one that Ctrl-C is typed on.
+    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_take_terminal, **streams)
+    os.close(theirs)
+    try:
+        yield process, Terminal(number)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(number)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.mark.parametrize("where", ["engine", "server"])
+def test_on_a_terminal(where, engine_flags, server):
+    """Ctrl-C stops an answer, and not the program; what was said of it belongs to the chat."""
+    flags = ("--url", server.url) if where == "server" else tuple(map(str, engine_flags))
+    with on_terminal("chat", *flags, "--ignore-eos", "--temperature", "0") as (process, terminal):
+        terminal.expect("> ")
+        terminal.type("Hello!\n")
+        terminal.expect("\n")  # what was typed
+        begun = terminal.expect(" ", count=3)
+        assert "stopped" not in begun
+        terminal.type("\x03")
+        terminal.expect("(stopped)")
+        terminal.expect("> ")
+        terminal.type("\x03")
+        terminal.expect("/quit or Ctrl-D ends")
+        terminal.expect("> ")
+        terminal.type("/quit\n")
+        assert process.wait(PATIENCE) == 0

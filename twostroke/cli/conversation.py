@@ -1,0 +1,96 @@
+"""A conversation on a terminal, or through pipes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EngineClosed, EngineDead, TwostrokeError
+from .speakers import Speaker
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HELP = "/reset forgets what was said, /quit ends. Ctrl-C stops an answer."
+
+
+class Conversation:
+    """Reads what the user says line by line, and writes the answers.
+
+    On a terminal it asks for each line, and an answer that fails or is stopped leaves it going. Through pipes it writes
+    the answers and nothing else.
+
+    Args:
+        speaker: who answers.
+        system: the first message, if any.
+        console: what is written to.
+
+    Attributes:
+        asks: whether there is a terminal. failed: whether an answer failed.
+    """
+
+    def __init__(self, speaker: Speaker, system: str | None, console: Console) -> None:
+        self._speaker = speaker
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = list(self._opening)
+        self._console = console
+        self.asks = sys.stdin.isatty() and console.is_terminal
+        self.failed = False
+
+    def run(self) -> None:
+        """Go on until /quit, or the end of the input.
+
+        Raises:
+            EngineDead, EngineClosed: nobody is left to answer.
+            KeyboardInterrupt: there is no terminal, and Ctrl-C ends all.
+        """
+        if self.asks:
+            self._console.print(HELP, style="dim", highlight=False)
+        for line in self._lines():
+            if line == "/quit":
+                return
+            if line == "/reset":
+                self._messages = list(self._opening)
+            elif line:
+                self._turn(line)
+
+    def _lines(self) -> Iterator[str]:
+        if not self.asks:
+            yield from map(str.strip, sys.stdin)
+            return
+        with suppress(ImportError):  # for editing and history, where there is such a library
+            import readline  # noqa: F401
+        with suppress(EOFError):
+            while True:
+                try:
+                    yield self._console.input("[bold]>[/bold] ").strip()
+                except KeyboardInterrupt:
+                    self._console.print("\n(/quit or Ctrl-D ends)", style="dim", highlight=False)
+        self._console.print()
+
+    def _turn(self, line: str) -> None:
+        """Answer a line; if that fails before the first word, it is as if the line had not been said."""
+        said: list[str] = []
+        try:
+            self._answer(line, said)
+        except (EngineDead, EngineClosed):
+            raise
+        except TwostrokeError as error:
+            self.failed = True
+            print(f"twostroke: {' '.join(str(error).split())}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not self.asks:
+                raise
+            self._console.print(" (stopped)", style="dim", highlight=False)
+        if answer := "".join(said):
+            self._messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+    def _answer(self, line: str, said: list[str]) -> None:
+        messages = [*self._messages, {"role": "user", "content": line}]
+        with closing(self._speaker.answer(messages)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                said.append(piece)
+                self._console.out(piece, end="", highlight=False)
+        self._console.out("", highlight=False)
