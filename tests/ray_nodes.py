@@ -11,6 +11,8 @@ import ray
 from ray.cluster_utils import Cluster
 from watching import wait_until
 
+CPUS, CPUS_OF_ENGINE = 3, 2
+
 _STORE_BYTES = 80 << 20
 
 START = 120.0
@@ -18,15 +20,15 @@ START = 120.0
 
 
 class RayNodes:
-    """A head with one CPU, and one more node. A context manager.
+    """A head and one more node. A context manager.
 
-    Nodes have one CPU each, so that engines that need one each are on different ones.
+    Nodes have three CPUs in Ray's books, so that engines that take two are on different ones.
     """
 
     def __enter__(self) -> RayNodes:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["PYTHONPATH"] = os.fspath(Path(__file__).parent.parent)  # of all processes of the cluster
-        head = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        head = {"num_cpus": CPUS, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.node = self.add_node()
         ray.init(self.address, log_to_driver=False)
@@ -41,7 +43,7 @@ class RayNodes:
         return self._cluster.address
 
     def add_node(self) -> Any:
-        return self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+        return self._cluster.add_node(num_cpus=CPUS, object_store_memory=_STORE_BYTES)
 
     def lose_node(self) -> None:
         """Kill all processes of the node that is not the head, and have another one in its place."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serving import MODEL, Client, parse_events, read_events
+from serving import MODEL, Client, read_events
 from watching import wait_until
 
 from twostroke import Engine, InvalidConfig, SamplingParams
@@ -25,12 +26,18 @@ REPLICAS = "ServeReplica:default:replica"
 def fleet(ray_cluster):
     """Two replicas, one on each node."""
     from ray import serve
+    from ray_nodes import CPUS_OF_ENGINE
 
     from twostroke.fleet.app import FleetOptions, build
 
     serve.start(http_options={"port": 18273, "location": "HeadOnly"})
     options = FleetOptions(
-        model="tiny", engine=ENGINE, server={"model_name": MODEL, "max_body_bytes": 50_000}, gpus=0, replicas=2
+        model="tiny",
+        engine=ENGINE,
+        server={"model_name": MODEL, "max_body_bytes": 50_000},
+        gpus=0,
+        cpus=CPUS_OF_ENGINE,
+        replicas=2,
     )
     serve.run(build(options))
     yield Client("http://127.0.0.1:18273")
@@ -114,11 +121,11 @@ def test_a_replica_dies(fleet, engine, ray_cluster, monkeypatch):
     with ThreadPoolExecutor(16) as pool:
         streams = [fleet.open(PATH, body(ids, 600, ignore_eos=True, stream=True)) for ids in prompts[:8]]
         for stream in streams:
-            assert stream.recv(9, 2).startswith(b"HTTP/1.1 ")
+            assert stream.recv(9, socket.MSG_PEEK).startswith(b"HTTP/1.1 ")
         waiting = [pool.submit(fleet.post, PATH, body(ids, 60, ignore_eos=True)) for ids in prompts]
         os.kill(replicas[0].pid, signal.SIGKILL)
         answers = [answer.result() for answer in waiting]
-        ends = [parse_events(_read_all(stream))[-1] for stream in streams]
+        ends = [read_events(stream)[-1] for stream in streams]
     assert [answer.status for answer in answers] == [200] * 16
     assert [answer.json["choices"][0]["token_ids"] for answer in answers] == expected(engine, prompts, 60)
     broken = [end for end in ends if end != "[DONE]"]
@@ -135,8 +142,3 @@ def test_settings_that_replicas_do_not_have_are_refused():
             build(FleetOptions(server={name: value}))
     with pytest.raises(InvalidConfig, match="max_samples=0"):
         build(FleetOptions(server={"max_samples": 0}))
-
-
-def _read_all(stream: Any) -> bytes:
-    with stream:
-        return b"".join(iter(lambda: stream.recv(1 << 16), b""))

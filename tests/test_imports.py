@@ -95,7 +95,7 @@ ALLOWED = {
     | ENGINE
     | BELOW_ENGINE,
     "fleet": {"ray", "starlette", "pydantic", "msgspec", "openai", "server"},
-    "jobs": {"rich", "numpy", "msgspec", "pydantic", "openai"} | ENGINE | BELOW_ENGINE,
+    "jobs": {"rich", "numpy", "msgspec", "pydantic", "openai", "ray", "pyarrow"} | ENGINE | BELOW_ENGINE,
     "cli": {"typer", "rich", "torch", "bench", "trace", "server", "simulate", "jobs"} | ENGINE | BELOW_ENGINE,
 }
 """What each part may import, besides the standard library, itself, and (all but `kernels`) `errors`."""

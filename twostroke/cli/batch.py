@@ -35,6 +35,10 @@ def batch(
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests, the first ones.")] = None,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Only every Nth request, from the Ith on.")] = "1/1",
     price: Annotated[float, typer.Option(min=0, help="Of an hour of the machine, in dollars.")] = 0.0,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Answer on this Ray cluster; auto is the one of this machine.")
+    ] = None,
+    engines: Annotated[int | None, typer.Option(min=1, help="With --ray: most engines; else one for each GPU.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count tokens, and estimate time and cost.")] = False,
     bench: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A result of twostroke bench, for the speed of a dry run.")
@@ -43,6 +47,8 @@ def batch(
     """Answer a file of requests; run again after whatever ended it, it goes on from there."""
     if bench is not None and not dry_run:
         raise InvalidRequest(f"bench={str(bench)!r} is for --dry-run alone")
+    if engines is not None and ray is None:
+        raise InvalidRequest(f"engines={engines} is for --ray alone")
     from ..jobs.batch_input import Shard
     from ..jobs.batch_job import BatchJob
 
@@ -55,6 +61,8 @@ def batch(
         limit=limit,
         shard=Shard.parse(shard),
         price=price,
+        ray=ray,
+        engines=engines,
     )
     say = _LineErrors()
     if dry_run:

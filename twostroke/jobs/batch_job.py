@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
-from ..errors import BatchStopped, EngineDead
+from ..errors import BatchStopped, EngineDead, InvalidConfig
 from ..model.load import DEFAULT_MODEL, model_files
 from ..openai.errors import ApiError
 from ..text.tokenizer import find_tokenizer
-from .batch_input import BatchInput, Line, Shard
+from .batch_input import BatchInput, Shard, Survey
 from .batch_output import BatchOutput, journal_of
 from .batch_progress import BatchProgress
 from .batch_request import RequestReader
@@ -43,6 +43,7 @@ class BatchJob:
         model_name: what lines call the model; None: the name that the engine gets.
         limit, shard: see `BatchInput`.
         price: of an hour of the machine, in dollars.
+        ray: address of a Ray cluster whose machines answer; None: this one does. engines: see `RayRun`.
     """
 
     source: Path
@@ -53,6 +54,8 @@ class BatchJob:
     limit: int | None = None
     shard: Shard = field(default_factory=Shard)
     price: float = 0.0
+    ray: str | None = None
+    engines: int | None = None
 
     @property
     def name(self) -> str:
@@ -75,8 +78,9 @@ class BatchJob:
             output = BatchOutput(self.output, self.errors, self._identity(survey.digest))
         try:
             if output.state.totals.requests < survey.requests:
-                lines = (line for line in self._input.lines(survey) if not output.state.has(line.number))
-                self._answer(lines, survey.duplicates, output, survey.requests, on_error, progress)
+                answer = self._answer if self.ray is None else self._answer_on_ray
+                with self._explained():
+                    answer(survey, output, on_error, progress)
             self._copy.unlink(missing_ok=True)
             return output.totals
         finally:
@@ -116,22 +120,28 @@ class BatchJob:
         own = {"errors": errors, "model_name": self.name, "limit": self.limit, "shard": str(self.shard)}
         return {**deciding, **own, "input": digest}
 
-    def _answer(
-        self,
-        lines: Iterator[Line],
-        duplicates: dict[int, int],
-        output: BatchOutput,
-        requests: int,
-        on_error: OnError,
-        progress: bool | None,
-    ) -> None:
-        with self._explained(), Engine(**self.engine) as engine:
+    def _answer(self, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None) -> None:
+        lines = (line for line in self._input.lines(survey) if not output.state.has(line.number))
+        with Engine(**self.engine) as engine:
             output.start_clock()
             reader = RequestReader(
-                engine.tokenizer, self.name, engine.max_model_len, self.engine.get("seed"), duplicates
+                engine.tokenizer, self.name, engine.max_model_len, self.engine.get("seed"), survey.duplicates
             )
-            with BatchProgress(engine, output, requests, self.price, progress) as bar:
+            with BatchProgress(engine, output, survey.requests, self.price, progress) as bar:
                 BatchRun(engine, engine.config.max_rows, lines, reader, output, bar.show, on_error).run()
+
+    def _answer_on_ray(self, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None) -> None:
+        try:
+            from .ray_run import RayRun
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(
+                f"ray={self.ray!r} needs the package {error.name}: pip install 'twostroke[ray]'"
+            ) from error
+        assert self.ray is not None
+        output.start_clock()
+        with BatchProgress(None, output, survey.requests, self.price, progress) as bar:
+            run = RayRun(self.ray, self.engines, self.engine, self.name, bar.show, on_error)
+            run.run(self._input, survey, output)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

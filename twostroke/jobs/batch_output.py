@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..openai.errors import ApiError
+from .answered import Answered, Answers
 from .journal import DurableFile, Journal, State, sync_folder
 
 GROUP_LINES = 256
@@ -19,7 +17,7 @@ GROUP_SECONDS = 1.0
 """A group is written once it has so many lines or bytes, or its first line has waited so long."""
 
 
-class BatchOutput:
+class BatchOutput(Answers):
     """Files that get every request once; see `journal` for what that rests on.
 
     Args:
@@ -73,21 +71,19 @@ class BatchOutput:
         """Time of all runs."""
         return self._before + time.perf_counter() - self._started
 
-    def add_answer(self, line: int, custom_id: str, body: Mapping[str, Any], prompt: int, completion: int) -> None:
-        """Add an answer.
-
-        Args:
-            prompt, completion: its tokens.
-        """
-        response = {"status_code": 200, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
-        self.totals = self.totals.plus(requests=1, prompt_tokens=prompt, completion_tokens=completion)
-        self._add("output", line, custom_id, response, None)
-
-    def add_error(self, line: int, custom_id: str, error: ApiError) -> None:
-        """Add what went wrong with a line."""
-        told = error.body()["error"] | {"status_code": error.status, "line": line}
-        self.totals = self.totals.plus(requests=1, failed=1)
-        self._add("errors" if "errors" in self._files else "output", line, custom_id, None, told)
+    def add(self, answered: Answered) -> None:
+        self.totals = self.totals.plus(
+            requests=1,
+            failed=answered.failed,
+            prompt_tokens=answered.prompt_tokens,
+            completion_tokens=answered.completion_tokens,
+        )
+        if not self._pending:
+            self._since = time.perf_counter()
+        self._pending.append(answered.line)
+        part = "errors" if answered.failed and "errors" in self._files else "output"
+        self._texts[part].append(answered.text + b"\n")
+        self._bytes += len(answered.text) + 1
 
     def flush_if_due(self) -> None:
         """Write the group if it is large or old enough."""
@@ -134,23 +130,6 @@ class BatchOutput:
                 )
             file.cut(length)
             sync_folder(path)
-
-    def _add(
-        self,
-        part: str,
-        line: int,
-        custom_id: str,
-        response: Mapping[str, Any] | None,
-        error: Mapping[str, Any] | None,
-    ) -> None:
-        fields = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-        # NOTE: ASCII, since some readers of lines also split at U+0085 or U+2028, which JSON does not escape by itself.
-        text = json.dumps(fields, ensure_ascii=True).encode() + b"\n"
-        if not self._pending:
-            self._since = time.perf_counter()
-        self._pending.append(line)
-        self._texts[part].append(text)
-        self._bytes += len(text)
 
 
 def journal_of(output: Path) -> Path:

@@ -15,12 +15,15 @@ class BatchProgress:
     """Shows on stderr how far a batch is, how fast it goes, and what it has cost so far.
 
     Args:
+        engine: None if there are several.
         total: requests, those of earlier runs included.
         price: of an hour, in dollars; 0 is not shown.
         shown: None: if stderr is a terminal.
     """
 
-    def __init__(self, engine: Engine, output: BatchOutput, total: int, price: float, shown: bool | None) -> None:
+    def __init__(
+        self, engine: Engine | None, output: BatchOutput, total: int, price: float, shown: bool | None
+    ) -> None:
         self._engine = engine
         self._output = output
         self._price = price
@@ -43,8 +46,12 @@ class BatchProgress:
     def _rates(self) -> str:
         tokens = self._output.totals.completion_tokens - self._tokens
         speed = tokens / (time.perf_counter() - self._began)
-        rates = f"{speed:.0f} tokens/s, GPU active {self._engine.stats().active:.1%}"
-        return f"{rates}, ${cost(self._output.seconds, self._price):.2f}" if self._price else rates
+        rates = [f"{speed:.0f} tokens/s"]
+        if self._engine is not None:
+            rates.append(f"GPU active {self._engine.stats().active:.1%}")
+        if self._price:
+            rates.append(f"${cost(self._output.seconds, self._price):.2f}")
+        return ", ".join(rates)
 
     def __enter__(self) -> BatchProgress:
         if self._bar is not None:

@@ -11,8 +11,8 @@ from ..errors import QueueFull
 from ..front import Front
 from ..openai.errors import ApiError, refusals
 from ..text.handle import Handle
+from .answered import Answers
 from .batch_input import Line, custom_id
-from .batch_output import BatchOutput
 from .batch_request import BatchRequest, RequestReader
 
 AHEAD = 4
@@ -54,7 +54,7 @@ class BatchRun:
         rows: int,
         lines: Iterator[Line],
         reader: RequestReader,
-        output: BatchOutput,
+        output: Answers,
         on_change: Callable[[], None],
         on_error: Callable[[int, ApiError], None],
     ) -> None:

@@ -1,0 +1,112 @@
+"""The run of a batch on a Ray cluster: engines anywhere in it, the output and its journal here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.data import DataContext
+from ray.exceptions import RayError
+
+from ..errors import EngineDead
+from ..openai.errors import ApiError
+from .answered import Answered
+from .batch_input import BatchInput, Survey
+from .batch_output import BatchOutput
+from .ray import answer
+from .ray_input import input_dataset
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """One run.
+
+    Attributes:
+        address: of the cluster, which this machine must be a part of; `auto` finds it.
+        engines: how many at most; None: one for each GPU that the cluster has now.
+        engine: arguments of `Engine`.
+        model_name: what lines call the model.
+        on_change: called after each change of the output's totals.
+        on_error: called with the number of a line that failed, and why.
+    """
+
+    address: str
+    engines: int | None
+    engine: Mapping[str, Any]
+    model_name: str
+    on_change: Callable[[], None]
+    on_error: Callable[[int, ApiError], None]
+
+    def run(self, source: BatchInput, survey: Survey, output: BatchOutput) -> None:
+        """Answer what the output does not have yet.
+
+        Raises:
+            InvalidConfig: an argument of the engine was refused.
+            EngineDead: the cluster cannot go on.
+            OSError: the cluster is not there, or the output cannot be written.
+        """
+        with self._connected():
+            done = bytearray(survey.last + 1)
+            lines = input_dataset(source, survey, output.state)
+            answered = answer(
+                lines,
+                engines=(1, self.engines or self._gpus()),
+                gpus=self._gpus_of_engine,
+                model_name=self.model_name,
+                duplicates=survey.duplicates,
+                **self._arguments,
+            )
+            for block in answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+                for row in block.to_pylist():
+                    self._take(Answered(**row | {"text": row["text"].encode()}), output, done)
+                output.flush()
+
+    def _take(self, answered: Answered, output: BatchOutput, done: bytearray) -> None:
+        """Add an answer, unless Ray gave it before: what it tries again may have been done already."""
+        if done[answered.line]:
+            return
+        done[answered.line] = 1
+        output.add(answered)
+        if answered.failed:
+            self.on_error(answered.line, _error(answered))
+        self.on_change()
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """Those of the engine, for processes whose working folder is another one."""
+        given = dict(self.engine)
+        if (model := given.get("model")) is not None and os.path.exists(model):
+            given["model"] = os.path.abspath(model)
+        return given
+
+    @property
+    def _gpus_of_engine(self) -> float:
+        return 0.0 if str(self.engine.get("device", "auto")).startswith("cpu") else 1.0
+
+    def _gpus(self) -> int:
+        return max(1, int(ray.cluster_resources().get("GPU", 1)))
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Be connected to the cluster; a connection that is there already stays."""
+        ours = not ray.is_initialized()
+        try:
+            if ours:
+                ray.init(self.address, log_to_driver=False)
+            DataContext.get_current().enable_progress_bars = False
+            yield
+        except RayError as error:
+            raise EngineDead(f"the engines on Ray ended: {type(error).__name__}: {error}") from error
+        finally:
+            if ours:
+                ray.shutdown()
+
+
+def _error(answered: Answered) -> ApiError:
+    told = json.loads(answered.text)["error"]
+    return ApiError(told["status_code"], told["message"], param=told["param"], code=told["code"])
