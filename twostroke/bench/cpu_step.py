@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -318,7 +319,8 @@ def _make_runner(case: Case, watch: Watch, device: CpuDevice) -> Runner:
         table_width=1,
         block_size=BLOCK_SIZE,
     )
-    runner = TimedRunner(device, state, _NOTHING, _NOTHING, _NOTHING, (), _NOTHING, ExactShapes())
+    ops: Any = SimpleNamespace(advance=_NOTHING)
+    runner = TimedRunner(device, state, ops, _NOTHING, _NOTHING, (), _NOTHING, ExactShapes())
     runner.watch = watch
     return runner
 

@@ -46,7 +46,8 @@ class Settings:
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range."""
         given: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        EngineConfig(**(dict.fromkeys(EngineConfig.__dataclass_fields__) | _NOT_SIMULATED | given)).validate()
+        others: dict[str, Any] = dict.fromkeys(EngineConfig.__dataclass_fields__)
+        EngineConfig(**(others | _NOT_SIMULATED | given)).validate()
         if self.max_rows * self.max_model_len > MAX_TOKEN_SLOTS:
             raise InvalidConfig(
                 f"max_rows={self.max_rows} times max_model_len={self.max_model_len} is more than {MAX_TOKEN_SLOTS}"
