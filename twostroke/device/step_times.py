@@ -75,7 +75,7 @@ def gap_parts(times: StepTimes) -> list[tuple[str, float, float]]:
     If there was nothing to do, the part up to the plan is `nothing` in place of `commit`: without requests a commit
     holds up nobody. Time in which a graph was captured is `capture` wherever it falls. Where the CPU was early, parts
     are empty; where the input was there before step N - 1 ended, all that is left is `launch`, the way from one step to
-    the next on the device.
+    the next on the device, which may lead past copies that the step waits for (`Plan.after`).
     """
     end = times.compute[0] + times.skew
     start = end - times.gap
