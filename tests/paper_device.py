@@ -2,11 +2,14 @@
 
 import hashlib
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
+from paper_masks import PaperConstraints, allowed, has_mask
 
 from twostroke.cache.copy_costs import CopyCosts
 from twostroke.cache.host_tier import HostTier
+from twostroke.held_input import HeldInput
 from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
 from twostroke.request import FinishReason, Limits, Request, Sample, SampleState
 from twostroke.sampling_params import SamplingParams
@@ -17,11 +20,17 @@ from twostroke.scheduler.step_costs import StepCosts
 VOCAB = 97
 
 
-def next_token(seed: int, tokens: list[int], outputs: int, min_outputs: int, stop_ids: set[int]) -> int:
-    """A pure function of the seed and all earlier tokens; stop ids are masked while outputs < min_outputs."""
+ANY = np.full(VOCAB, True)
+"""No mask."""
+
+
+def next_token(
+    seed: int, tokens: list[int], outputs: int, min_outputs: int, stop_ids: set[int], mask: np.ndarray = ANY
+) -> int:
+    """A pure function of the seed, all earlier tokens and the mask; stop ids are barred while outputs < min_outputs."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + np.array(tokens, np.int64).tobytes(), digest_size=4).digest()
     token = int.from_bytes(digest, "little") % VOCAB
-    while outputs < min_outputs and token in stop_ids:
+    while not mask[token] or (outputs < min_outputs and token in stop_ids):
         token = (token + 1) % VOCAB
     return token
 
@@ -37,7 +46,9 @@ def oracle(request: Request, nan_at: int | None = None, seed: int | None = None)
     while len(output) < request.max_tokens:
         if len(output) == nan_at:
             return output, FinishReason.ERROR
-        output.append(next_token(seed, tokens + output, len(output), request.params.min_tokens, stops))
+        known = tokens + output
+        mask = allowed(known, VOCAB) if has_mask(request, len(output)) else ANY
+        output.append(next_token(seed, known, len(output), request.params.min_tokens, stops, mask))
         if output[-1] in stops:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
@@ -71,6 +82,7 @@ class PaperDevice:
         self.epoch = 0
         self.version = 0
         self.version_of: dict[tuple[int, int], int] = {}
+        self._held: set[int] = set()
         self.prefixes: dict[tuple[int, int], list[int]] = {}
         self.written = np.full((num_groups, num_blocks), -1)
         self.epoch_of = np.full((num_groups, num_blocks), -1)
@@ -87,11 +99,13 @@ class PaperDevice:
         self.prefixes |= {(group, block): prefix for group, prefix in enumerate(prefixes)}
 
     def run(self, plan: Plan) -> StepOutput:
+        """Run a step; held positions stay without a token until `complete`."""
         self._step = plan.step
         self._apply(plan)
         assert (self.lanes[: plan.num_lanes] == plan.lane_rows).all()
         assert (self.lanes[plan.num_lanes :] == self.dummy_row).all()
         assert len(set(plan.lane_rows.tolist())) == plan.num_lanes
+        self._held = set(plan.sampled_rows()[plan.held].tolist())
         results = [self._decode(row) for row in plan.lane_rows.tolist()]
         offset = 0
         for row, start, count, samples in plan.chunks.tolist():
@@ -101,6 +115,17 @@ class PaperDevice:
         assert offset == len(plan.prompt_tokens)
         tokens, flags = zip(*results, strict=True) if results else ((), ())
         return StepOutput(np.array(tokens, np.int32), np.array(flags, np.int32))
+
+    def complete(self, plan: Plan, output: StepOutput, held: HeldInput) -> None:
+        """Sample the held positions that have a mask; the others were computed in vain."""
+        rows = plan.sampled_rows()
+        for place, mask in zip(held.places.tolist(), held.masks, strict=True):
+            position = plan.held[place]
+            row = int(rows[position])
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
+            output.tokens[position], output.flags[position] = self._sample(self.rows[row], row, bits)
+        for place in set(range(len(plan.held))) - set(held.places.tolist()):
+            self.rows[int(rows[plan.held[place]])]["length"] -= 1
 
     def _apply(self, plan: Plan) -> None:
         for record in plan.joins:
@@ -158,7 +183,11 @@ class PaperDevice:
         state["length"] += len(tokens)
         return self._sample(state, row) if samples else (-7, 0)
 
-    def _sample(self, state: dict, row: int) -> tuple[int, int]:
+    def _sample(self, state: dict, row: int, mask: np.ndarray | None = None) -> tuple[int, int]:
+        if mask is None:
+            state["version"] = self.version  # of the weights that these logits come from
+            if row in self._held:
+                return -7, 0
         outputs = int(state["outputs"])
         assert outputs < state["max_outputs"], "a step too many"
         if self.nan_at.get(state["seed"]) == outputs:
@@ -169,9 +198,11 @@ class PaperDevice:
         stops = set(state["stop_ids"].tolist()) - {-1}
         seen = self._read(row, int(state["length"]))
         state["good"] = int(state["length"])
-        token = next_token(state["seed"], seen, outputs, int(state["min_outputs"]), stops)
+        token = next_token(
+            state["seed"], seen, outputs, int(state["min_outputs"]), stops, ANY if mask is None else mask
+        )
         state["last_token"], state["outputs"] = token, outputs + 1
-        self.version_of[state["seed"], outputs] = self.version
+        self.version_of[state["seed"], outputs] = state["version"]
         flag = Flag.TOKEN
         flag |= Flag.STOP if token in stops else 0
         flag |= Flag.LENGTH if outputs + 1 == state["max_outputs"] else 0
@@ -257,6 +288,8 @@ class Workshop:
         self.depth = depth
         self.link = PaperLink(lag)
         tier = HostTier(host_slots, usable_blocks + 1, ahead, EveryCopyPays(block_size), self.link)
+        self.masks = PaperConstraints(VOCAB)
+        self._news: list[Callable[[Scheduler], object]] = []
         self.scheduler = Scheduler(
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
@@ -269,8 +302,10 @@ class Workshop:
             tier=tier if host_slots else None,
             policy=policy,
             costs=costs,
+            constraints=self.masks,
             debug=True,
         )
+        self.scheduler.on_late_masks(self._news.append)
         self.device = PaperDevice(
             max_rows=max_rows,
             max_len=max_model_len,
@@ -372,6 +407,8 @@ class Workshop:
         return plan is not None
 
     def launch(self) -> Plan | None:
+        while self._news:
+            self._news.pop(0)(self.scheduler)
         plan = self.scheduler.plan()
         if plan is None:
             assert self.in_flight or not self.scheduler.has_work, "nothing in flight, nothing planned, but work is left"
@@ -380,16 +417,27 @@ class Workshop:
         self.link.queue(plan)
         self.in_flight.append((plan, self.device.run(plan)))
         self.plans.append(plan)
+        if len(self.in_flight) == 1:
+            self._complete()
         return plan
 
     def commit(self) -> Committed:
         before = self._running_rows()
-        return self._take(self.scheduler.commit(*self.in_flight.popleft()), before)
+        committed = self._take(self.scheduler.commit(*self.in_flight.popleft()), before)
+        if self.in_flight:
+            self._complete()
+        return committed
+
+    def _complete(self) -> None:
+        """Run the second part of the oldest step in flight, if it has one."""
+        plan, output = self.in_flight[0]
+        if len(plan.held):
+            self.device.complete(plan, output, self.scheduler.unhold(plan, patience=0))
 
     def drain(self, max_turns: int = 5000) -> None:
         """Turn until all is done, then check the books."""
         for _ in range(max_turns):
-            if not self.turn():
+            if not self.turn() and not self.masks.think():
                 break
         else:
             raise AssertionError("no end")
@@ -419,10 +467,12 @@ class Workshop:
     def _check_reuse(self, plan: Plan) -> None:
         """No living sample loses a block or a row, and what an ended one had rests until its last step is committed."""
         committed = plan.step - 1 - len(self.in_flight)
-        for record in plan.joins:
-            row, seed = int(record["row"]), int(record["seed_low"]) | int(record["seed_high"]) << 32
-            sample = next(s for s in self.samples if s.seed == seed)
-            self._forget(sample)
+        seeds = plan.joins["seed_low"].astype(np.uint64) | plan.joins["seed_high"].astype(np.uint64) << np.uint64(32)
+        joining = [next(s for s in self.samples if s.seed == seed) for seed in seeds.tolist()]
+        for sample in joining:
+            self._forget(sample)  # all of them first: two may have come back with each other's row
+        for record, sample in zip(plan.joins, joining, strict=True):
+            row = int(record["row"])
             self._check_free(row, {self._user_of_row.get(row)}, committed)
             self.hits[sample] = int(record["length"])
             assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
@@ -476,6 +526,8 @@ class Workshop:
         scheduler, stats = self.scheduler, self.scheduler.stats()
         assert not scheduler.has_work
         assert (stats.waiting, stats.running, stats.free_blocks) == (0, 0, self.limits.usable_blocks)
+        held = scheduler.batch.held
+        assert (held.count, held.paused, held.late, held._followers) == (0, {}, {}, {})
         assert scheduler.pool.reserved == 0
         assert sorted(scheduler.rows.free) == list(range(self.num_rows))
         assert len(self.finals) == len(self.samples)

@@ -75,6 +75,19 @@ def test_text_and_chats_that_make_no_prompt(smollm2, prompt):
         smollm2.generate([prompt])
 
 
+def test_a_lone_surrogate_is_refused_by_name_and_value(smollm2):
+    for name, params in (
+        ("bad_words[0]", {"bad_words": ["\ud800"]}),
+        ("thinking_end", {"max_thinking_tokens": 2, "thinking_start": "a", "thinking_end": "\ud800"}),
+        ("stop[1]", {"stop": ["a", "\ud800"]}),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            smollm2.submit("a", SamplingParams(**params))
+        assert f"{name}='\\ud800' holds a lone surrogate" in str(refused.value)
+    with pytest.raises(InvalidRequest, match=r"prompt='a.*' holds a lone surrogate at position 1"):
+        smollm2.submit("a\ud800")
+
+
 def test_no_prompts_no_outputs(engine):
     assert engine.generate([]) == []
     assert engine.generate(iter([]), []) == []

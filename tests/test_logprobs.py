@@ -14,6 +14,8 @@ from scripted import Scripted
 from watching import quiet
 
 from twostroke import InvalidRequest, SamplingParams
+from twostroke.request import FinishReason, Timings
+from twostroke.text.output import SampleOutput, best
 
 NEW = 18
 CLOSE = 1e-4
@@ -244,6 +246,26 @@ def test_c05_bad_logits_end_the_sample_and_give_no_number(reference, mode):
         assert [output.finish_reason for output in outputs] == ["error", "length", "length"]
         assert all(entry is None or math.isfinite(entry.logprob) for entry in outputs[1].prompt_logprobs)
         quiet(engine)
+
+
+def ended(index, ids, total, reason=FinishReason.LENGTH):
+    return SampleOutput(index, ids, None, reason, None, index, 0, Timings(0.0), [], None, total)
+
+
+def test_best_of_orders_by_the_mean_and_equals_by_their_index():
+    """C05: equal tokens are a tie whatever rounding says; what has no number, or failed, is the worst."""
+    outputs = [
+        ended(0, [1, 2], math.nan),
+        ended(1, [3, 4], -2.0000001),
+        ended(2, [3, 4], -2.0),
+        ended(3, [5], -0.5),
+        ended(4, [5], -0.5, FinishReason.ERROR),
+        ended(5, [6, 7, 8], -2.4),
+        ended(6, [], 0.0),
+    ]
+    ranked = best(outputs, 7)
+    assert [output.seed for output in ranked] == [3, 5, 1, 2, 0, 4, 6]
+    assert [output.index for output in ranked] == list(range(7))
 
 
 def test_steps_without_logprobs_bring_none(reference):

@@ -23,3 +23,12 @@ def test_masks_bar_what_has_no_bit(vocab):
         found = logits.clone()
         apply(found, masks)
         assert torch.equal(found, expected)
+
+
+def test_what_was_no_number_stays_an_error():
+    """C04: a mask hides no NaN, and no +inf."""
+    for apply in (apply_masks, mask.apply_masks):
+        logits = torch.tensor([[torch.nan, torch.inf, 1.0, 2.0]])
+        apply(logits, torch.tensor([[0b0100]], dtype=torch.int32))
+        assert logits[0, :2].isnan().all()
+        assert logits[0, 2:].tolist() == [1.0, -torch.inf]

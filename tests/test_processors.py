@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -42,8 +44,8 @@ def fail_at_three(logits, rows):
 
 
 def params(*processors, **more):
-    values = {"temperature": 1.0, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True, **more}
-    return SamplingParams(logits_processors=processors, **values)
+    values = {"temperature": 1.0, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True}
+    return SamplingParams(**{**values, "logits_processors": processors, **more})
 
 
 @pytest.mark.parametrize("blocks", [None, 20], ids=["roomy", "preempted"])
@@ -99,6 +101,37 @@ def test_only_the_row_for_which_a_processor_raises_becomes_bad():
     assert logits[:, 0].tolist()[:2] == [0.0, 1.0]
     assert logits[2].isnan().all()
     assert (logits[3] == 1).all()
+
+
+@dataclass
+class Scaled:
+    """Equal to others, and so not to be hashed."""
+
+    factor: float
+
+    def __call__(self, logits, rows):
+        return logits * self.factor
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_processors_need_not_be_hashable(mode):
+    """And equal ones are no less two: only those that are the same object are called together."""
+    with running(mode) as engine:
+        hashed, *others = engine.generate([PROMPTS[0]] * 3, [params(favour), params(Scaled(0.5)), params(Scaled(0.5))])
+    assert [output.token_ids for output in others] == [hashed.token_ids] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_becomes_of_lists_after_submit_changes_nothing(mode):
+    """C24: a sample that begins later has what was asked for, and was checked, at submit."""
+    with running(mode, max_rows=1) as engine:
+        expected = engine.generate([PROMPTS[0]], params(favour))[0].token_ids
+        engine.pause()
+        processors = [favour]
+        handle = engine.submit(PROMPTS[0], params(logits_processors=processors))
+        processors.clear()
+        engine.resume()
+        assert handle.result().token_ids == expected
 
 
 @pytest.mark.parametrize("returned", [None, torch.zeros(1)], ids=["nothing", "another shape"])

@@ -102,6 +102,7 @@ BAD_PARAMETERS = [
     *[("allowed_token_ids", value) for value in ([], 5, "ab", [VOCABULARY], [-1], [1.5], [True])],
     *[("bad_words", value) for value in ("ab", 5, ["ab"], [5], [[]], [[VOCABULARY]], [[1.5]], [b"ab"])],
     ("bad_words", [[1, 2], [3] * 2047]),
+    ("stop", ["\ud800"]),
     ("bad_words", [[token] for token in range(VOCABULARY)]),
     *[("seed", value) for value in (-1, 2**64, 1.5, "1")],
     *[("priority", value) for value in (-1001, 1001, 1.5, "1", None, True, 1)],
@@ -125,7 +126,7 @@ def shown_parts(value):
 
 @pytest.mark.parametrize(("name", "value"), BAD_PARAMETERS, ids=lambda value: repr(value)[:20])
 def test_a_bad_parameter_is_refused_by_name_and_value(engine, beside, tokens, name, value):
-    """C03, B09: NaN, infinities, signs, types; B09: max_tokens=0 is refused."""
+    """C03, B09, C18: NaN, infinities, signs, types; max_tokens=0, and ids beyond the vocabulary."""
     params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, name: value})
     with pytest.raises(InvalidRequest) as refused:
         engine.submit(PROMPT, params)
@@ -326,3 +327,20 @@ def test_a_prompt_longer_than_the_models_positions(mode):
         with pytest.raises(InvalidRequest, match="2048 tokens leaves no room for output: max_model_len=2048"):
             engine.submit([7] * 2048, greedy())
         quiet(engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_token_ids", np.array([3, 4])),
+        ("bad_words", np.array([[3, 4], [5, 6]])),
+        ("logit_bias", {3: 1.0}),
+        ("presence_penalty", 1.0),
+    ],
+)
+def test_what_needs_a_ledger_is_refused_by_name_where_there_are_none(name, value):
+    """Arrays, too, and empty lists do not count."""
+    with running("sync", max_ledgers=0) as engine:
+        for empty in ({}, {"logit_bias": {}, "bad_words": []}):
+            with pytest.raises(InvalidRequest, match=rf"(?s){name}=.* needs a ledger, but max_ledgers=0"):
+                engine.submit(PROMPT, greedy(**{**empty, name: value}))

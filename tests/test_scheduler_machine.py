@@ -52,8 +52,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.integers(1, 4),
         priority=st.integers(-2, 2),
         later=st.integers(0, 5),
+        gap=st.none() | st.integers(1, 4),
     )
-    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed, n, priority, later):
+    def submit(self, length, family, turn_of, output, stops, min_tokens, nan_at, streamed, n, priority, later, gap):
         """A prompt of its own, one of a family with the same beginning, or the next turn of an earlier sample."""
         limits = self.shop.limits
         longest = min(limits.cache_positions, limits.max_model_len - 1)
@@ -66,6 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = min(output, limits.cache_positions + 1 - length, limits.max_model_len - length)
         self.now += later
         params = dict(stop_token_ids=range(stops), min_tokens=min(min_tokens, output), n=n, priority=priority)
+        if gap is not None:
+            params["max_thinking_tokens"] = gap  # every so many tokens a mask
         sample = self.shop.submit(prompt, output, nan_at=nan_at, at=self.now, **params)
         if streamed:
             self.shop.stream(sample)
@@ -103,6 +106,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = self.alive()
         self.shop.stream(alive[which % len(alive)])
 
+    @rule(slow=st.booleans())
+    def slow_down(self, slow):
+        """Masks come late from now on, or are there at once."""
+        self.shop.masks.slow = slow
+
+    @rule()
+    def think(self):
+        self.shop.masks.think()
+
     @rule()
     def reset(self):
         self.shop.reset()
@@ -117,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         began = {sample for sample in self.alive() if sample.timings.admitted is None}
         quiet = self.shop.hold(drain=drain)
         while not quiet:
+            self.shop.masks.think()
             self.shop.turn()
         assert not self.shop.in_flight
         assert not drain or self.shop.scheduler.stats().running == 0

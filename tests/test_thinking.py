@@ -136,3 +136,11 @@ def test_texts_and_the_usual_tokens_mark_thinking(small):
 def test_refusals(params, message):
     with running("async") as engine, pytest.raises(InvalidRequest, match=message):
         engine.submit([1], SamplingParams(**params))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_budget_beyond_every_counter_is_none(mode):
+    """C03: an integer that no column of the rows could hold."""
+    with running(mode) as engine:
+        free, budget = engine.generate([[5, *START]] * 2, [plain(), thinking(10**30)])
+    assert budget.token_ids == free.token_ids

@@ -19,6 +19,16 @@ def is_listed(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 
+def require_utf8(name: str, text: str) -> None:
+    """Raise `InvalidRequest` that names the parameter and the value for a string with a lone surrogate."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name}={shown(text)} holds a lone surrogate at position {error.start}, which is in no text"
+        ) from error
+
+
 def require_number(name: str, value: object) -> float:
     """Return `value` as a float, or raise `InvalidRequest` that names the parameter and the value."""
     # NOTE: the plain types first, since a look into the abstract ones takes microseconds.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .checks import is_listed, require_token_ids
+from .checks import is_listed, require_token_ids, require_utf8
 from .errors import InvalidRequest, shown
 from .sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
@@ -106,6 +106,7 @@ def _spellings(name: str, word: str, encode: Encode | None) -> list[list[int]]:
     """A word's tokens at the beginning of a text, and behind a space, as words inside a text are."""
     if encode is None:
         raise InvalidRequest(f"{name}={shown(word)}: this model has no tokenizer, give token ids")
+    require_utf8(name, word)
     bare = word.lstrip(" ")
     if not bare:
         raise InvalidRequest(f"{name}={shown(word)} must have a character that is not a space")

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .checks import require_utf8
 from .errors import InvalidRequest, shown
 from .text.tokenizer import Tokenizer
 
@@ -46,5 +47,6 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
     if tokenizer is None:
         raise InvalidRequest(f"prompt={shown(prompt)}: this model has no tokenizer, give token ids")
     if isinstance(prompt, str):
+        require_utf8("prompt", prompt)
         return tokenizer.encode(prompt)
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Request:
     Attributes:
         id: unique among the requests that are alive.
         prompt: token ids, int32 [P], read-only.
-        params: as the user gave them.
+        params: as the user gave them; what is read of them after submit cannot be changed any more.
         seed: the 64-bit key of the random numbers, drawn by the engine if the user gave none.
         max_tokens: the tokens that the sample can have, clamped to the context limit; >= 1.
         stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
@@ -145,6 +146,7 @@ class Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"params={shown(params)} must be a SamplingParams")
         params.validate()
+        params = params.frozen()
         if params.priority and not limits.priorities:
             raise InvalidRequest(f"priority={params.priority} needs an engine with policy='priority'")
         ids = require_token_ids("prompt", prompt, limits.vocab_size)
@@ -174,8 +176,8 @@ class Request:
         ids.flags.writeable = stop_ids.flags.writeable = False
         request = cls(request_id, ids, params, seed, max_tokens, stop_ids, rules, stop_strings(params.stop))
         if request.features & LEDGER_FEATURES and not limits.max_ledgers:
-            asked = [name for name in _LEDGER_PARAMETERS if getattr(params, name) != getattr(SamplingParams, name)]
-            raise InvalidRequest(f"{asked[0]}={shown(getattr(params, asked[0]))} needs a ledger, but max_ledgers=0")
+            asked = next(name for name in _LEDGER_PARAMETERS if _is_set(name, getattr(params, name)))
+            raise InvalidRequest(f"{asked}={shown(getattr(params, asked))} needs a ledger, but max_ledgers=0")
         return request
 
 
@@ -184,6 +186,12 @@ _LEDGER_PARAMETERS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 """Parameters for which a row needs a ledger."""
+
+
+def _is_set(name: str, value: Any) -> bool:
+    """Whether a parameter, which was checked, asks for anything: a list that is not empty, or another number."""
+    default = getattr(SamplingParams, name)
+    return bool(value != default) if default is not None else value is not None and len(value) > 0
 
 
 def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> int:
@@ -297,6 +305,11 @@ class Sample:
         outputs = length - self.prompt_len
         if outputs > (self.versions[-1][1] if self.versions else 0):
             self.versions.append((version, outputs))
+
+    def unmark_versions(self, length: int) -> None:
+        """Take back what was noted of tokens behind the first `length`: they did not come, and will be sampled anew."""
+        outputs = length - self.prompt_len
+        self.versions = [(version, min(end, outputs)) for version, end in self.versions]
 
     def weight_versions(self, kept: int | None = None) -> list[tuple[int, int]]:
         """(version, output tokens) in the order in which they came, of the first `kept` output tokens or all."""

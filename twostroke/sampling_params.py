@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import is_listed, require_int, require_number, require_within
+from .checks import is_listed, require_int, require_number, require_utf8, require_within
 from .errors import InvalidRequest, shown
 from .logprob_record import MAX_LOGPROBS
 from .structured import StructuredOutput
@@ -184,6 +184,18 @@ class SamplingParams:
         _check_bias(self.logit_bias)
         self._validate_held()
 
+    def frozen(self) -> SamplingParams:
+        """These parameters, checked, without lists that others may change: of those that are read after submit."""
+        if self.structured is None and self.max_thinking_tokens is None and not len(self.logits_processors):
+            return self
+        return replace(
+            self,
+            structured=None if self.structured is None else self.structured.frozen(),
+            thinking_start=_fixed(self.thinking_start),
+            thinking_end=_fixed(self.thinking_end),
+            logits_processors=tuple(self.logits_processors),
+        )
+
     def _validate_held(self) -> None:
         if self.structured is not None:
             if not isinstance(self.structured, StructuredOutput):
@@ -212,6 +224,10 @@ _INTERVALS = (
     ("repetition_penalty", MIN_REPETITION, MAX_REPETITION, False),
 )
 """Parameters that are numbers: the lowest and the highest value, and whether the lowest itself is left out."""
+
+
+def _fixed(marker: str | Sequence[int] | None) -> str | Sequence[int] | None:
+    return marker if marker is None or isinstance(marker, str) else tuple(marker)
 
 
 def _check_bias(bias: Mapping[int, float] | None) -> None:
@@ -243,4 +259,5 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
             raise InvalidRequest(
                 f"{name}={shown(string)} must have 1 to {MAX_STOP_LENGTH} characters, not {len(string)}"
             )
+        require_utf8(name, string)
     return tuple(dict.fromkeys(strings))

@@ -58,6 +58,12 @@ class StructuredOutput:
             )
         return name, text
 
+    def frozen(self) -> StructuredOutput:
+        """The same, checked, without lists and mappings that others may change."""
+        if self.choice is not None:
+            return StructuredOutput(choice=tuple(self.choice))
+        return StructuredOutput(json_schema=self.source()[1]) if self.json_schema is not None else self
+
 
 def _as_json(name: str, value: Any) -> Any:
     if name == "choice":

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..checks import require_token_ids
+from ..checks import require_token_ids, require_utf8
 from ..errors import InvalidRequest, shown
 from ..request import Limits, Request
 from ..text.tokenizer import Tokenizer
@@ -58,7 +58,9 @@ class Constraints:
         if params.max_thinking_tokens is None:
             return answer
         start, end = self._thinking_ids(request)
-        return ThinkingBudget(request.prompt.tolist(), start, end, params.max_thinking_tokens, answer)
+        # NOTE: no sample is longer than that, and the rows' counters could not hold every integer.
+        budget = min(int(params.max_thinking_tokens), self._limits.max_model_len)
+        return ThinkingBudget(request.prompt.tolist(), start, end, budget, answer)
 
     def run(self, work: Callable[[], None]) -> Future[None]:
         """Let a worker call `work`."""
@@ -82,6 +84,7 @@ class Constraints:
         elif self._tokenizer is None:
             raise InvalidRequest(f"{name}={shown(given)}: this model has no tokenizer, give token ids")
         elif given is not None:
+            require_utf8(name, given)
             ids = self._tokenizer.encode(given, special_tokens=False)
         elif (token := self._tokenizer.token_id(usual)) is not None:
             ids = [token]

@@ -19,8 +19,9 @@ def _apply_masks(logits, masks, vocab, mask_stride, TILE: tl.constexpr):
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = token < vocab
     word = tl.load(masks + row * mask_stride + token // 32, mask=inside, other=-1)
-    barred = ((word >> (token % 32)) & 1) == 0
-    tl.store(logits + row * vocab + token, float("-inf"), mask=inside & barred)
+    barred = inside & (((word >> (token % 32)) & 1) == 0)
+    x = tl.load(logits + row * vocab + token, mask=barred, other=0.0)
+    tl.store(logits + row * vocab + token, x + float("-inf"), mask=barred)
 
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 
+_ADDED = np.array([-np.inf, 0.0], np.float32)
+"""What a bit adds."""
+
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
-    """Write -inf to the logits of tokens that are not allowed, in place.
+    """Add -inf to the logits of tokens that are not allowed, in place: what was NaN or +inf stays an error.
 
     Args:
         logits: float32 [K, V], contiguous.
@@ -22,4 +23,4 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> None:
         mask.apply_masks(logits, masks)
         return
     bits = np.unpackbits(masks.contiguous().numpy().view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    logits.masked_fill_(torch.from_numpy(bits) == 0, -math.inf)
+    logits += torch.from_numpy(_ADDED[bits])

@@ -91,10 +91,12 @@ class Audit:
         assert len(waiting) == len(scheduler.waiting), "the queue's count is off"
         assert all(sample.state is SampleState.WAITING for sample in waiting), "a sample waits and does not"
         assert not waiting or waiting[0] is scheduler.waiting.head, "the queue is out of order"
-        # Forks could not come earlier: the prompt was not there.
+        # Forks could not come earlier: the prompt was not there. Who was at its last position is not preempted for
+        # others, and still runs if a mask was late for that.
         heads = [sample for sample in waiting if not sample.index or sample.timings.admitted]
         if heads:
-            equals = (rows.launched < rows.limit) & (rows.rank == heads[0].rank)
+            going_on = np.maximum(rows.target, rows.launched + 1) < rows.limit
+            equals = going_on & (rows.rank == heads[0].rank)
             assert rows.order[equals].max(initial=-1) < heads[0].order, "a younger sample overtook the queue's head"
 
     def _check_lanes(self) -> None:

@@ -37,13 +37,14 @@ class _Follower:
 
     Attributes:
         mask: int32 [words], of the token behind the first `known` ones.
+        held_from: as its constraint says, once `mask` is there. since: what that was at the last mask that was used.
         failure: what went wrong; the sample then ends with it.
     """
 
     def __init__(self, request: Request, constraints: Constraints) -> None:
         self.mask = np.full(constraints.mask_words, -1, np.int32)
         self.known = -1
-        self.held_from = 0
+        self.held_from = self.since = 0
         self.failure: str | None = None
         self.work: Future[None] | None = None
         self._request = request
@@ -131,7 +132,7 @@ class HeldRows:
         assert self._constraints is not None
         if (follower := self._followers.get(sample)) is None:
             follower = self._followers[sample] = _Follower(sample.request, self._constraints)
-        self._since[row] = sample.prompt_len + follower.held_from
+        self._since[row] = sample.prompt_len + follower.since
         self.count += 1
 
     def withdraw(self, row: int) -> None:
@@ -211,6 +212,7 @@ class HeldRows:
                 rows.launched[row] -= 1
                 rows.confirmed[row] -= 1
                 late.taken_back = True
+                sample.unmark_versions(rows.known(row))
                 if rows.order[row] < 0:  # it was preempted meanwhile
                     del self.late[sample]
                 else:
@@ -219,8 +221,9 @@ class HeldRows:
     def _go_on(self, row: int, follower: _Follower) -> None:
         """The row samples: what it sat out for is over."""
         rows = self._batch.rows
+        follower.since = follower.held_from
         if self._since[row] != _NEVER:
-            self._since[row] = rows.samples[row].prompt_len + follower.held_from
+            self._since[row] = rows.samples[row].prompt_len + follower.since
         if row in self.paused:
             del self.paused[row]
             if rows.launched[row] < rows.limit[row]:
@@ -248,20 +251,25 @@ class HeldRows:
         if late.taken_back and late.ready:
             del self.late[sample]
             row, rows = self._batch.row_of[sample], self._batch.rows
+            if rows.launched[row] >= rows.target[row]:
+                # NOTE: a token was sampled behind these, so they stay vouched for, see `Prefixes`.
+                rows.shared[row] = rows.launched[row]
             rows.target[row] = rows.launched[row] + 1
             self._batch.prefilling[row] = None
 
     def _input(self, ready: list[tuple[int, int, _Follower]]) -> HeldInput:
         """Those with the same processors stand side by side; those without come last."""
         rows = self._batch.rows
-        groups: dict[tuple[Any, ...], list[tuple[int, int, _Follower]]] = {}
+        groups: dict[tuple[int, ...], list[tuple[int, int, _Follower]]] = {}
         for entry in ready:
-            processors = tuple(rows.samples[entry[1]].request.params.logits_processors)
-            groups.setdefault(processors, []).append(entry)
+            # NOTE: told apart by identity, since not all that can be called can be hashed or compared.
+            processors = rows.samples[entry[1]].request.params.logits_processors
+            groups.setdefault(tuple(map(id, processors)), []).append(entry)
         plain = groups.pop((), [])
         calls, start = [], 0
-        for processors, members in groups.items():
+        for members in groups.values():
             tokens = [RowTokens(rows.known_tokens(row), rows.samples[row].prompt_len) for _, row, _ in members]
+            processors = rows.samples[members[0][1]].request.params.logits_processors
             fail = partial(_fail, [follower for _, _, follower in members])
             calls.append(ProcessorCall(processors, start, start + len(members), tokens, fail))
             start += len(members)

@@ -84,10 +84,11 @@ class SampleOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean of the tokens' raw log-probabilities; what has no token, or ended with an error, is worst."""
-        if not self.token_ids or self.cumulative_logprob is None or self.finish_reason == FinishReason.ERROR:
+        """The mean of the tokens' raw log-probabilities; what has none, or ended with an error, is worst."""
+        total = self.cumulative_logprob
+        if not self.token_ids or total is None or math.isnan(total) or self.finish_reason == FinishReason.ERROR:
             return -math.inf
-        return self.cumulative_logprob / len(self.token_ids)
+        return total / len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,14 @@ class RequestOutput:
 
 
 def best(outputs: Sequence[SampleOutput], count: int) -> list[SampleOutput]:
-    """The `count` outputs with the largest mean log-probability, the best first, with these places as indices."""
-    ranked = sorted(outputs, key=lambda output: -output.mean_logprob)[:count]
+    """The `count` outputs with the largest mean log-probability, the best first, with these places as indices.
+
+    Those with the same tokens are equals, whatever rounding says, and keep their order.
+    """
+    means: dict[tuple[tuple[int, ...], bool], float] = {}
+    scores = []
+    for output in outputs:
+        kind = tuple(output.token_ids), output.finish_reason == FinishReason.ERROR
+        scores.append(means.setdefault(kind, output.mean_logprob))
+    ranked = [outputs[place] for place in sorted(range(len(outputs)), key=lambda place: -scores[place])[:count]]
     return [replace(output, index=place) for place, output in enumerate(ranked)]

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from ..checks import require_utf8
 from ..errors import InvalidRequest, UnsupportedModel, shown
 from .chat import ChatTemplate, Message, find_template
 
@@ -59,10 +60,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"text must be a string, not {shown(text)}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"text holds a lone surrogate at position {error.start}") from error
+        require_utf8("text", text)
         return self._backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
