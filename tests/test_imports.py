@@ -65,7 +65,7 @@ ALLOWED = {
     | {"attention", "kernels"},
     "sampling": {"torch", "numpy", "kernels", "held_input", "logprob_record"},
     # transformers: for tokenizers that are not a tokenizer.json, imported when such a one is met.
-    "text": {"numpy", "tokenizers", "jinja2", "transformers", "request"},
+    "text": {"numpy", "tokenizers", "jinja2", "transformers", "checks", "request"},
     "device": {"torch", "numpy", "plan", "logprob_record"},
     "runner": {"torch", "numpy", "device", "model", "sampling", "sampling_part", "plan", "held_input"},
     "sampling_part": {"torch", "device", "sampling", "plan"},
@@ -74,7 +74,7 @@ ALLOWED = {
     "watched": {"device"},
     "inbox": set(),
     "progress": {"rich"},
-    "prompts": {"numpy", "text"},
+    "prompts": {"numpy", "checks", "text"},
     "build_report": set(),
     "build_host_tier": {"torch", "config"} | BELOW_ENGINE,
     "build": {"build_host_tier", "build_report", "torch", "numpy", "config"} | BELOW_ENGINE,
