@@ -226,7 +226,7 @@ def _print_comparison(
     extra = [name.replace("_", " ") for name in one.extra]
     print_table(("loop", "seconds", "ms/step", "tokens/s", "measured tokens/s", "difference", *extra), rows)
     if json_file is not None:
-        _write_json(json_file, fit, {"benchmark": name, "runs": written})
+        _write_json(json_file, fit, {"simulated": name, "runs": written})
 
 
 def _label(one: Candidate) -> str:
