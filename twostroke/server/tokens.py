@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..openai.chat import Message
+from ..openai.chat_messages import Message, chat_for_template
 from ..openai.errors import ApiError, refusals
 from ..openai.schema import Strict, WireInt, request_body
 from .connection import read_body
@@ -38,7 +38,7 @@ def add_tokens(router: APIRouter, service: Service) -> None:
             raise ApiError(400, "exactly one of prompt and messages is needed", param="prompt")
         with refusals():
             if body.messages is not None:
-                ids = await service.encode_chat([message.for_template() for message in body.messages])
+                ids = await service.encode_chat(chat_for_template(body.messages))
             else:
                 ids = await service.encode(body.prompt or "", special_tokens=body.add_special_tokens)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.engine.max_model_len})
