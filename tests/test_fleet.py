@@ -134,6 +134,16 @@ def test_a_replica_dies(fleet, engine, ray_cluster, monkeypatch):
     ray_cluster.wait_for_workers(REPLICAS, 2)
 
 
+def test_arguments_of_the_command_line_are_taken():
+    import inspect
+
+    from twostroke.fleet.app import FleetOptions, build
+
+    kind = inspect.signature(build).parameters["options"].annotation
+    assert kind is FleetOptions, "Ray Serve gives it a dictionary of strings otherwise"
+    assert kind.model_validate({"model": "tiny", "replicas": "2", "gpus": "0.5"}).replicas == 2
+
+
 def test_settings_that_replicas_do_not_have_are_refused():
     from twostroke.fleet.app import FleetOptions, build
 

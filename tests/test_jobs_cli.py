@@ -102,6 +102,19 @@ def test_a_dry_run_counts_and_estimates(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_engines_need_ray(tmp_path):
+    result = run(write_lines(tmp_path / "in", plain(1)), "-o", tmp_path / "out", *TINY, "--engines", "2")
+    assert result.exit_code == 2
+    assert "engines=2 is for --ray alone" in result.stderr
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is there")
+def test_without_the_extra_it_is_named(tmp_path):
+    result = run(write_lines(tmp_path / "in", plain(1)), "-o", tmp_path / "out", *TINY, "--ray", "auto")
+    assert result.exit_code == 2
+    assert "pip install 'twostroke[ray]'" in result.stderr
+
+
 def test_bench_needs_a_result_and_a_dry_run(tmp_path):
     source = write_lines(tmp_path / "in", plain(1))
     assert "for --dry-run alone" in run(source, "-o", tmp_path / "o", "--bench", source).stderr

@@ -7,12 +7,13 @@ import os
 import signal
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 from batch_case import ENGINE, plain, read_lines, tokens_by_id, write_lines
 
 from twostroke import InvalidConfig
-from twostroke.errors import BatchStopped
+from twostroke.errors import BatchStopped, EngineClosed, EngineDead
 from twostroke.jobs.batch_job import BatchJob
 
 pytest.importorskip("ray", reason="needs the packages of the extra ray")
@@ -108,6 +109,19 @@ def test_a_node_is_lost(ray_cluster, case, tmp_path, at_answer):
     assert len(lost) == 1, "an engine was on it"
 
 
+@pytest.mark.parametrize("error", [EngineDead("a fault"), EngineClosed("closed")])
+def test_an_actor_ends_with_its_engine(error):
+    """Ray starts another actor for one that is gone, but not for one that raises."""
+    import pyarrow as pa
+
+    from twostroke.jobs.ray import LineAnswerer
+
+    answerer = LineAnswerer(ENGINE, None, {})
+    exits = mock.patch("os._exit", side_effect=SystemExit)
+    with exits, mock.patch("twostroke.jobs.batch_run.BatchRun.run", side_effect=error), pytest.raises(SystemExit):
+        answerer(pa.table({"text": ["{}"]}))
+
+
 @pytest.mark.usefixtures("small_batches")
 def test_the_driver_stops_and_goes_on_without_ray(ray_cluster, case, tmp_path, at_answer):
     source, expected = case
@@ -157,6 +171,23 @@ def test_the_stage_takes_lines_without_numbers(ray_cluster):
         assert len(tokens) == line["max_tokens"]
     (nameless,) = (row for row in answered if row["failed"])
     assert json.loads(nameless["text"])["error"]["param"] == "custom_id"
+
+
+@pytest.mark.parametrize(
+    ("engine", "engines", "message"),
+    [
+        ({"device": "auto"}, None, "has no GPU"),
+        ({}, 6, "engines=6 would take all 6 CPUs"),
+        ({"max_rows": 0}, 1, "max_rows=0"),
+    ],
+)
+def test_what_the_cluster_can_never_run_is_refused(ray_cluster, tmp_path, engine, engines, message):
+    source = write_lines(tmp_path / "in.jsonl", plain(1))
+    job = BatchJob(
+        source=source, output=tmp_path / "out", engine=ENGINE | engine, ray=ray_cluster.address, engines=engines
+    )
+    with pytest.raises(InvalidConfig, match=message):
+        job.run(print)
 
 
 def test_what_no_engine_takes_is_refused_before_one_starts(ray_cluster):

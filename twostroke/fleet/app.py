@@ -1,6 +1,6 @@
 """The application for Ray Serve: an ingress, and replicas of the server behind it."""
 
-from __future__ import annotations
+# NOTE: without postponed annotations, since Ray Serve looks at that of `build` for the type to make of its arguments.
 
 from dataclasses import fields
 from pathlib import Path

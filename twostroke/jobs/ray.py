@@ -14,7 +14,7 @@ from ray.data import ActorPoolStrategy, Dataset
 
 from ..config import EngineConfig
 from ..engine import Engine
-from ..errors import EngineDead, InvalidConfig, shown
+from ..errors import EngineClosed, EngineDead, InvalidConfig, shown
 from ..model.load import DEFAULT_MODEL
 from ..openai.errors import ApiError
 from .answered import Answered, Answers
@@ -136,7 +136,7 @@ class LineAnswerer:
         )
         try:
             run.run()
-        except EngineDead:
+        except (EngineDead, EngineClosed):
             _log.exception("the engine died; so does its actor, and Ray starts another")
             os._exit(1)
         return answers.table()

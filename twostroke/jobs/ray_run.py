@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import ray
 from ray.data import DataContext
 from ray.exceptions import RayError
 
-from ..errors import EngineDead
+from ..errors import EngineDead, InvalidConfig
 from ..openai.errors import ApiError
 from .answered import Answered
 from .batch_input import BatchInput, Survey
@@ -28,7 +29,7 @@ class RayRun:
 
     Attributes:
         address: of the cluster, which this machine must be a part of; `auto` finds it.
-        engines: how many at most; None: one for each GPU that the cluster has now.
+        engines: how many at most; None: one for each GPU that the cluster has now, or one without GPUs.
         engine: arguments of `Engine`.
         model_name: what lines call the model.
         on_change: called after each change of the output's totals.
@@ -46,7 +47,7 @@ class RayRun:
         """Answer what the output does not have yet.
 
         Raises:
-            InvalidConfig: an argument of the engine was refused.
+            InvalidConfig: an argument of the engine was refused, or the cluster is too small.
             EngineDead: the cluster cannot go on.
             OSError: the cluster is not there, or the output cannot be written.
         """
@@ -55,7 +56,7 @@ class RayRun:
             lines = input_dataset(source, survey, output.state)
             answered = answer(
                 lines,
-                engines=(1, self.engines or self._gpus()),
+                engines=(1, self._count()),
                 gpus=self._gpus_of_engine,
                 model_name=self.model_name,
                 duplicates=survey.duplicates,
@@ -88,8 +89,20 @@ class RayRun:
     def _gpus_of_engine(self) -> float:
         return 0.0 if str(self.engine.get("device", "auto")).startswith("cpu") else 1.0
 
-    def _gpus(self) -> int:
-        return max(1, int(ray.cluster_resources().get("GPU", 1)))
+    def _count(self) -> int:
+        """How many engines there shall be; what the cluster can never run would wait for ever."""
+        there = ray.cluster_resources()
+        cpus, gpus = there.get("CPU", 0), int(there.get("GPU", 0))
+        if self.engines is None and self._gpus_of_engine and not gpus:
+            raise InvalidConfig(
+                f"device={self.engine.get('device', 'auto')!r}: the Ray cluster has no GPU; device='cpu' does without"
+            )
+        count = self.engines or (gpus if self._gpus_of_engine else 1)
+        if count >= cpus:
+            raise InvalidConfig(
+                f"engines={count} would take all {cpus:g} CPUs of the Ray cluster, and lines need one too"
+            )
+        return count
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -97,7 +110,7 @@ class RayRun:
         ours = not ray.is_initialized()
         try:
             if ours:
-                ray.init(self.address, log_to_driver=False)
+                ray.init(self.address, log_to_driver=False, logging_level=logging.WARNING)
             DataContext.get_current().enable_progress_bars = False
             yield
         except RayError as error:
