@@ -302,7 +302,8 @@ def process(*arguments: object) -> subprocess.Popen[bytes]:
 
 
 def endless(tmp_path: Path) -> tuple[object, ...]:
-    path = lines_file(tmp_path, {"prompt": [1, 2, 3]})
+    # NOTE: their texts are more than a pipe holds that nobody reads, so that the run cannot end by itself.
+    path = lines_file(tmp_path, *[{"prompt": [1, 2, 3]}] * 64)
     return ("generate", *TINY[:4], "--prompts-file", path, "--max-tokens", "1000000", "--ignore-eos")
 
 

@@ -179,7 +179,7 @@ def test_half_a_character_is_held(smollm2: Tokenizer) -> None:
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_text_streams(name: str) -> None:
-    """Held back is only what may still change: each ordinary token brings its own text at once."""
+    """D11: held back is only what may still change: each ordinary token brings its own text at once, and once."""
     tokenizer = STREAMED[name]
     word = 1 + (PIECES.index("lo") if tokenizer.vocab_size > 100 else SUBWORDS.index("play"))
     got = deltas(tokenizer, [word] * 5)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
 
 from twostroke import Engine, InvalidConfig, SamplingParams
 from twostroke.model.presets import PRESETS
-from twostroke.scheduler.step_costs import LEAST_TOKENS
+from twostroke.scheduler.step_costs import LEAST_TOKENS, StepCosts
 
 PROMPTS = [[5 + row] * (3 + 7 * row) for row in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -130,7 +131,14 @@ def test_max_chunk_tokens(plain):
 
 def test_max_prompt_ms(plain):
     """No time at all beside others: the least chunks, once others decode; before that, all that a step holds."""
-    watched = Watched(max_prompt_ms=1e-6, max_step_tokens=32)
+    observe = StepCosts.observe
+
+    def observe_slowly(self, lanes, prompt_tokens, seconds):
+        """Times that a machine gave would make a step with prompts the faster one now and then."""
+        observe(self, lanes, prompt_tokens, 1.0 + prompt_tokens)
+
+    with mock.patch.object(StepCosts, "observe", observe_slowly):
+        watched = Watched(max_prompt_ms=1e-6, max_step_tokens=32)
     beside = [len(plan.prompt_tokens) for plan in watched.plans if plan.num_lanes and len(plan.chunks)]
     assert beside.count(LEAST_TOKENS) > len(beside) // 2 > 2
     assert watched.tokens == plain.tokens

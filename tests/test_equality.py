@@ -66,6 +66,7 @@ def test_prompts_in_chunks(saved, family, chunk, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_budget_smaller_than_a_prompt_and_than_the_rows(saved, mode):
+    """A14: rows skip steps while several are in flight, and each goes on from its own last token."""
     directory, model = saved("llama")
     prompts = make_prompts(lengths=[3, 30, 9, 14, 1])
     with running(mode, directory, max_step_tokens=4, max_rows=8) as engine:

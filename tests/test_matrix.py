@@ -61,7 +61,7 @@ def run_and_check(engine_of, reference, plain_tokens, cell, params):
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_each_parameter_alone(engine_of, reference, plain_tokens, tokens_without, cell, line):
-    """A01, A04, C40, C43, G15: right tokens, others than without the parameter, and the neighbour's untouched."""
+    """A01, A04, A32, C40, C41, C43, G15: right tokens, others than without it, and the neighbour's untouched."""
     outputs = run_and_check(engine_of, reference, plain_tokens, cell, make_params(LINES[line]))
     assert tokens_of(outputs)[:-1] != tokens_without[line]
     if cell.preempted:

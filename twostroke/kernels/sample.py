@@ -6,9 +6,8 @@
     combine  grid [S]          sampled rows only: the winner of the splits
 
 A token's gap is largest logit - logit, its distance is gap / temperature: exp(-distance) is its probability over the
-largest one, and every filter keeps the tokens within some radius. The bits of a float >= 0 are ordered like the float,
-so a radius is found by bisection on them; each pass snaps both ends to gaps that occur, which ends it early. A row's
-splits and the order of its sums depend on the vocabulary alone: no batch mate can change its token.
+largest one, and every filter keeps the tokens within some radius (`radius.py`). A row's splits and the order of its
+sums depend on the vocabulary alone: no batch mate can change its token.
 """
 
 # mypy: allow-untyped-defs
@@ -22,6 +21,7 @@ import triton.language as tl
 from .barred_logits import bar, gaps, load_logits, num_barred
 from .philox import PURPOSE_TOKEN
 from .philox_triton import gumbel, token_words
+from .radius import smallest_radius, weigh
 from .sizes import cdiv, next_power_of_2
 from .typical import find_typical
 
@@ -83,68 +83,6 @@ def _survey(
 
 
 @triton.jit
-def _weigh(
-    row_logits,
-    vocab,
-    stop_ids,
-    stop_stride,
-    num_barred,
-    best,
-    decay,
-    radius,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Weight of the tokens within the gap `radius`, the largest gap within it, the smallest beyond it (bits)."""
-    weights = tl.zeros((TILE,), tl.float32)
-    within = tl.zeros((TILE,), tl.int32)
-    beyond = tl.full((TILE,), _INFINITY_BITS, tl.int32)
-    for start in range(0, vocab, TILE):
-        ids = start + tl.arange(0, TILE)
-        gap = gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
-        bits = gap.to(tl.int32, bitcast=True)
-        inside = bits <= radius
-        if BY_MASS:
-            weights += tl.where(inside, tl.exp2(gap * decay), 0.0)
-        else:
-            weights += tl.where(inside, 1.0, 0.0)
-        within = tl.maximum(within, tl.where(inside, bits, 0))
-        beyond = tl.minimum(beyond, tl.where(inside, _INFINITY_BITS, bits))
-    return tl.sum(weights, 0), tl.max(within, 0), tl.min(beyond, 0)
-
-
-@triton.jit
-def _smallest_radius(
-    row_logits,
-    vocab,
-    stop_ids,
-    stop_stride,
-    num_barred,
-    best,
-    decay,
-    target,
-    far,
-    BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """The smallest gap (bits) that occurs and within which the weight is at least `target`, or `far`.
-
-    `near` and `far` are gaps that occur (or infinity); the answer lies between them, both included. A token weighs 1,
-    or 2 ** (gap * decay) by mass.
-    """
-    near = far * 0
-    while near < far:
-        middle = near + (far - near) // 2
-        weight, within, beyond = _weigh(
-            row_logits, vocab, stop_ids, stop_stride, num_barred, best, decay, middle, BY_MASS, TILE
-        )
-        enough = weight >= target
-        far = tl.where(enough, within, far)
-        near = tl.where(enough, near, beyond)
-    return far
-
-
-@triton.jit
 def _settle(
     logits,
     logits_stride,
@@ -186,7 +124,7 @@ def _settle(
         radius = row * 0 + _INFINITY_BITS
         top_k = tl.load(top_ks + row)
         if (top_k > 0) & (top_k < vocab):
-            radius = _smallest_radius(
+            radius = smallest_radius(
                 row_logits,
                 vocab,
                 row_stops,
@@ -201,8 +139,8 @@ def _settle(
             )
         top_p = tl.load(top_ps + row)
         if top_p < 1.0:
-            mass, _, _ = _weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
-            radius = _smallest_radius(
+            mass, _, _ = weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
+            radius = smallest_radius(
                 row_logits, vocab, row_stops, stop_stride, barred, best, decay, top_p * mass, radius, True, TILE
             )
         farthest = -tl.log(tl.load(min_ps + row))

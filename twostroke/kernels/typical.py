@@ -1,7 +1,7 @@
 """Typical sampling in Triton: which distances are kept.
 
 A token's surprise is its distance + log(sum of exp(-distance)), the entropy is the mean distance + the same logarithm:
-so they differ by distance - mean distance. `sample.py` explains distances, and how a radius is found by bisection.
+so they differ by distance - mean distance. `sample.py` explains distances, `radius.py` how bisection finds a radius.
 """
 
 # mypy: allow-untyped-defs
