@@ -108,6 +108,11 @@ class Request:
             params.structured is not None or params.max_thinking_tokens is not None or len(params.logits_processors)
         )
 
+    @property
+    def is_forcible(self) -> bool:
+        """Whether a token of which there is no choice need not be sampled: neither device nor user misses that."""
+        return not self.features & (LEDGER_FEATURES | Feature.LOGPROBS) and not len(self.params.logits_processors)
+
     @cached_property
     def features(self) -> Feature:
         """What its sampling needs beyond the common case."""

@@ -25,6 +25,10 @@ class StructuredOutput:
         choice: the texts to choose from.
         grammar: a context-free grammar, in GBNF (`root ::= ...`) or Lark (`start: ...`).
         json_object: any JSON object.
+        jump_forward: where only one text can follow, take its usual tokens without sampling, several in one step. The
+            text is held to the same language; but of several ways to cut the text into tokens the model has no choice
+            then, so what follows may differ. Samples with log-probabilities, penalties, biases, bad words or logits
+            processors sample every token all the same.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
@@ -32,6 +36,7 @@ class StructuredOutput:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    jump_forward: bool = False
 
     def source(self) -> tuple[str, str]:
         """Return what was given: its name, and its text (choices and mappings as JSON).
@@ -39,8 +44,9 @@ class StructuredOutput:
         Raises:
             InvalidRequest: none was given, several were, or it has a wrong type or is too long.
         """
-        if not isinstance(self.json_object, bool):
-            raise InvalidRequest(f"structured.json_object={shown(self.json_object)} must be True or False")
+        for name in ("json_object", "jump_forward"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"structured.{name}={shown(getattr(self, name))} must be True or False")
         texts = {name: getattr(self, name) for name in ("json_schema", "regex", "choice", "grammar")}
         given = {name: value for name, value in texts.items() if value is not None}
         given |= {"json_object": "{}"} if self.json_object else {}

@@ -24,6 +24,9 @@ class Constraint(Protocol):
     def fill(self, mask: np.ndarray) -> None:
         """Write what the next token may be: int32 [ceil(V / 32)], see `HeldInput.masks`."""
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as they are taken without sampling; none of them ends the sample."""
+
 
 def allow(mask: np.ndarray, token: int) -> None:
     """Set the bit of `token`."""

@@ -54,7 +54,8 @@ class Constraints:
         params, answer = request.params, None
         if params.structured is not None:
             assert self._grammars is not None
-            answer = self._grammars.begin(params.structured, request.stop_ids.tolist())
+            jumps = params.structured.jump_forward and request.is_forcible
+            answer = self._grammars.begin(params.structured, request.stop_ids.tolist(), jumps)
         if params.max_thinking_tokens is None:
             return answer
         start, end = self._thinking_ids(request)

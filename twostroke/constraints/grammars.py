@@ -6,6 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,11 +77,12 @@ class Grammars:
                 self._kept.popitem(last=False)
         return matcher
 
-    def begin(self, structured: StructuredOutput, stop_ids: Sequence[int]) -> GrammarConstraint:
-        """Return a constraint at the beginning of the text; `stop_ids` end the sample."""
+    def begin(self, structured: StructuredOutput, stop_ids: Sequence[int], jumps: bool = False) -> GrammarConstraint:
+        """Return a constraint at the beginning of the text; `stop_ids` end the sample. `jumps`: it forces tokens."""
         matcher = self.compile(structured).deep_copy()
         assert self._vocabulary is not None
-        return GrammarConstraint(matcher, [self._vocabulary.eos_token, *self._eos_ids], [*self._eos_ids, *stop_ids])
+        eos_ids, ends = [self._vocabulary.eos_token, *self._eos_ids], [*self._eos_ids, *stop_ids]
+        return GrammarConstraint(matcher, eos_ids, ends, self.vocab_size if jumps else 0)
 
     def _make_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
@@ -96,13 +98,17 @@ class GrammarConstraint:
     Args:
         eos_ids: end-of-sequence ids, of the model and of the matcher, which knows one.
         ends: what a sample may say once its text is complete. If that does not stop it, it says nothing else any more.
+        forcible: tokens below this one are forced where only one text can follow; 0 for none.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int], ends: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int], ends: Sequence[int], forcible: int = 0
+    ) -> None:
         self.held_from = 0
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._ends = ends
+        self._forcible = forcible
         self._ended = False
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -124,6 +130,13 @@ class GrammarConstraint:
             bar(mask, token)
         for token in self._ends if complete else ():
             allow(mask, token)
+
+    def forced(self) -> list[int]:
+        if not self._forcible or self._ended:
+            return []
+        barred = {*self._eos_ids, *self._ends}
+        tokens = self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._forcible and token not in barred, tokens))
 
 
 def _grammar(name: str, text: str) -> str:

@@ -58,6 +58,9 @@ class ThinkingBudget:
         else:
             mask[:] = -1
 
+    def forced(self) -> list[int]:
+        return self._answer.forced() if self._answer is not None and not self._open else []
+
     def _free_tokens(self) -> int:
         """How many tokens, from the next one on, can be sampled whatever they are, but at least 1."""
         if self._answer is not None:

@@ -24,8 +24,8 @@ NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
 NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
 
 
-def row_record(row: int, sample: Sample, length: int, ledger: int) -> np.ndarray:
-    """The device's state of a row that joins with a ledger, and whose first `length` positions are computed.
+def row_record(row: int, sample: Sample, known: int, length: int, ledger: int) -> np.ndarray:
+    """The device's state of a row that joins with `known` tokens, and whose first `length` positions are computed.
 
     It is `ROW_RECORD` [1].
 
@@ -36,7 +36,7 @@ def row_record(row: int, sample: Sample, length: int, ledger: int) -> np.ndarray
     record = np.zeros(1, ROW_RECORD)
     record["row"] = row
     record["length"] = length
-    record["outputs"] = len(sample.tokens) - sample.prompt_len
+    record["outputs"] = known - sample.prompt_len
     record["min_outputs"] = min(params.min_tokens, INT32_MAX)
     record["max_outputs"] = request.max_tokens
     record["temperature"] = min(float(params.temperature), float(FLOAT32.max))
@@ -79,10 +79,14 @@ class Draft:
         self._after = max(self._after, transfer)
 
     def add_join(self, row: int, sample: Sample, length: int, ledger: int) -> None:
-        self._joins.append(row_record(row, sample, length, ledger))
+        self.add_row(row, sample, len(sample.tokens), length, ledger)
         if ledger != NO_LEDGER:
             self._ledgers.append(ledger_record(ledger, sample))
             self.ledger_words += len(self._ledgers[-1])
+
+    def add_row(self, row: int, sample: Sample, known: int, length: int, ledger: int = NO_LEDGER) -> None:
+        """Let the device know that `row` has `known` tokens, and `length` positions: more than it has sampled."""
+        self._joins.append(row_record(row, sample, known, length, ledger))
 
     def add_shared_blocks(self, deltas: np.ndarray, count: int) -> None:
         """Add the block deltas of `count` blocks of each group that a joining row shares, or gets from the host."""

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ..held_input import HeldInput, ProcessorCall, RowTokens
-from ..plan import NO_POSITIONS, Plan
+from ..plan import NO_POSITIONS, Flag, Plan
 from ..request import Request, Sample
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class _Follower:
     Attributes:
         mask: int32 [words], of the token behind the first `known` ones.
         held_from: as its constraint says, once `mask` is there. since: what that was at the last mask that was used.
+        forced: the next tokens, as far as there is no choice; the mask allows the first of them.
         failure: what went wrong; the sample then ends with it.
     """
 
@@ -45,6 +46,7 @@ class _Follower:
         self.mask = np.full(constraints.mask_words, -1, np.int32)
         self.known = -1
         self.held_from = self.since = 0
+        self.forced: list[int] = []
         self.failure: str | None = None
         self.work: Future[None] | None = None
         self._request = request
@@ -67,6 +69,10 @@ class _Follower:
                 self._constraint = self._constraints.begin(self._request)
             self._constraint.advance(new)
             self._constraint.fill(self.mask)
+            self.forced = self._constraint.forced()
+            if self.forced:
+                self.mask[:] = 0
+                self.mask.view(np.uint32)[self.forced[0] // 32] = np.uint32(1 << self.forced[0] % 32)
             self.held_from = self._constraint.held_from
         except Exception as error:
             self.fail(error)
@@ -75,6 +81,7 @@ class _Follower:
         """Leave the sample no token, so that it ends."""
         self.failure = f"{type(error).__name__}: {error}"
         self.mask[:] = 0
+        self.forced = []
 
 
 class _Late:
@@ -89,6 +96,20 @@ class _Late:
     def __init__(self, step: int) -> None:
         self.step = step
         self.taken_back = self.ready = False
+
+
+class _Jump(NamedTuple):
+    """Tokens that are taken without sampling.
+
+    Attributes:
+        step: samples the first forced token, of which the mask leaves no choice.
+        known: tokens of the row that were known before.
+        tokens: the forced tokens behind the first one, int32.
+    """
+
+    step: int
+    known: int
+    tokens: np.ndarray
 
 
 class HeldRows:
@@ -109,6 +130,8 @@ class HeldRows:
         wake: leaves a command for the scheduler; called by workers.
         count: running rows that are held.
         paused, late: see above.
+        jumped: rows whose jump is not launched.
+        forced: what is forced, of rows that jump, until the step that samples the first token of it is committed.
     """
 
     def __init__(self, batch: Batch, constraints: Constraints | None) -> None:
@@ -116,6 +139,8 @@ class HeldRows:
         self.count = 0
         self.paused: dict[int, None] = {}
         self.late: dict[Sample, _Late] = {}
+        self.jumped: dict[int, None] = {}
+        self.forced: dict[int, _Jump] = {}
         self._batch = batch
         self._constraints = constraints
         self._since = np.full(len(batch.rows.order), _NEVER, np.int64)
@@ -140,6 +165,7 @@ class HeldRows:
         self.count -= int(self._since[row] != _NEVER)
         self._since[row] = _NEVER
         self.paused.pop(row, None)
+        self.jumped.pop(row, None)
         sample = self._batch.rows.samples[row]
         if sample in self.late and self.late[sample].taken_back:
             del self.late[sample]
@@ -199,6 +225,7 @@ class HeldRows:
             if follower.work is None or follower.work.done():
                 ready.append((place, row, follower))
                 self._go_on(row, follower)
+                self._jump(row, plan.step, follower.forced)
             else:
                 self._be_late(row, plan.step, follower)
         return self._input(ready)
@@ -229,6 +256,48 @@ class HeldRows:
             if rows.launched[row] < rows.limit[row]:
                 self._batch.ready[row] = None
 
+    def _jump(self, row: int, step: int, forced: list[int]) -> None:
+        """Append the forced tokens of which `step` samples the first; the next chunk of `row` computes all of them.
+
+        The last token is always sampled. Without blocks for the others the row goes on token by token.
+        """
+        rows, batch = self._batch.rows, self._batch
+        known = rows.known(row)
+        count = min(len(forced), int(rows.limit[row]) - known)
+        blocks = max(0, rows.blocks_of(known + count) - int(rows.held[row]))
+        runs = rows.order[row] >= 0
+        if count < 2 or (runs and batch.pool.available < blocks):
+            return
+        rows.tokens[row, known : known + count] = forced[:count]
+        self._prefill_to(row, known + count)
+        self.forced[row] = _Jump(step, known, np.array(forced[1:count], np.int32))
+        if runs:  # else it was preempted meanwhile, and takes the tokens along
+            batch.pool.reserve(blocks)
+            rows.reserved[row] += blocks
+            batch.lanes.leave(row)
+            batch.ready.pop(row, None)
+            batch.prefilling[row] = self.jumped[row] = None
+
+    def hand_over(
+        self,
+        plan: Plan,
+        sampled: np.ndarray,
+        flags: np.ndarray,
+        samples: list[Sample],
+        tokens: np.ndarray,
+        records: np.ndarray,
+    ) -> tuple[list[Sample], np.ndarray, np.ndarray]:
+        """Add to what the commit of `plan` hands over the tokens that are forced behind those that it sampled."""
+        rows = self._batch.rows
+        for row in [row for row, jump in self.forced.items() if jump.step == plan.step]:
+            forced = self.forced.pop(row).tokens
+            if rows.streaming[row] and flags[sampled == row].item() & Flag.TOKEN:
+                samples = samples + [rows.samples[row]] * len(forced)
+                tokens = np.concatenate([tokens, forced])
+                if len(records):
+                    records = np.concatenate([records, np.zeros(len(forced), records.dtype)])
+        return samples, tokens, records
+
     def _be_late(self, row: int, step: int, follower: _Follower) -> None:
         sample = self._batch.rows.samples[row]
         self._batch.lanes.leave(row)
@@ -251,11 +320,16 @@ class HeldRows:
         if late.taken_back and late.ready:
             del self.late[sample]
             row, rows = self._batch.row_of[sample], self._batch.rows
-            if rows.launched[row] >= rows.target[row]:
-                # NOTE: a token was sampled behind these, so they stay vouched for, see `Prefixes`.
-                rows.shared[row] = rows.launched[row]
-            rows.target[row] = rows.launched[row] + 1
+            self._prefill_to(row, int(rows.launched[row]) + 1)
             self._batch.prefilling[row] = None
+
+    def _prefill_to(self, row: int, target: int) -> None:
+        """Let chunks compute `row`, which has sampled before, up to `target`."""
+        rows = self._batch.rows
+        if rows.confirmed[row] >= rows.target[row]:
+            # NOTE: a token was sampled behind these, so they stay vouched for, see `Prefixes`.
+            rows.shared[row] = rows.confirmed[row]
+        rows.target[row] = target
 
     def _input(self, ready: list[tuple[int, int, _Follower]]) -> HeldInput:
         """Those with the same processors stand side by side; those without come last."""

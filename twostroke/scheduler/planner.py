@@ -307,6 +307,9 @@ class Planner:
         rows = self.rows
         start, target = int(rows.launched[row]), int(rows.target[row])
         sample = rows.samples[row]
+        if row in self.batch.held.jumped:
+            del self.batch.held.jumped[row]
+            draft.add_row(row, sample, target, start)
         room = max(start, sample.scored) - start + self._room(sample, draft)
         end = min(start + min(self._budget(draft), self.max_chunk_tokens, room), target)
         missing = self.rows.blocks_of(end) - int(rows.held[row])

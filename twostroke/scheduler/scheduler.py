@@ -181,6 +181,8 @@ class Scheduler:
         if (row := self.batch.row_of.get(sample)) is not None:
             self.rows.streaming[row] = True
         output = self.batch.known_tokens(sample)[sample.prompt_len :]
+        if row is not None and (jump := self.batch.held.forced.get(row)):  # a commit will hand them over
+            output = output[: jump.known - sample.prompt_len]
         return Committed([], [sample] * len(output), output)
 
     def reset_prefix_cache(self) -> None:
@@ -319,6 +321,8 @@ class Scheduler:
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
         self.rows.write_tokens(sampled, output.tokens)
         handed = self.rows.streamed(sampled, output)
+        if batch.held.forced:
+            handed = batch.held.hand_over(plan, sampled, output.flags, *handed)
         scored: tuple[list[Sample], np.ndarray] = ([], NO_RECORDS)
         finished: list[Sample] = []
         if len(plan.scores):
@@ -368,8 +372,9 @@ class Scheduler:
                 continue
             sample = self.rows.samples[row]
             if flag & _ERROR:
-                # The position is confirmed, but gave no token.
-                self._end(sample, FinishReason.ERROR, self.batch.held.failure(sample) or BAD_LOGITS, drop=1)
+                # The position is confirmed, but gave no token; those that were forced behind it do not count.
+                drop = self.rows.known(row) - int(self.rows.confirmed[row])
+                self._end(sample, FinishReason.ERROR, self.batch.held.failure(sample) or BAD_LOGITS, drop=drop, bad=1)
             elif flag & _TOKEN:
                 self._end(sample, FinishReason.STOP if flag & _STOP else FinishReason.LENGTH)
             elif sample in self.batch.held.late:
@@ -387,11 +392,14 @@ class Scheduler:
         self._end(sample, reason)
         return Committed([sample], [], NO_TOKENS)
 
-    def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0) -> None:
-        """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them."""
+    def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0, bad: int = 0) -> None:
+        """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them.
+
+        `bad` as in `Prefixes.publish`.
+        """
         tokens = self.batch.known_tokens(sample)
         sample.tokens = tokens[: len(tokens) - drop]
-        self.batch.leave(sample, drop)
+        self.batch.leave(sample, bad)
         waited = sample.state is SampleState.WAITING and not self.forks.is_pending(sample)
         if (heir := self.forks.ended(sample)) is not None:
             self.waiting.push(heir)

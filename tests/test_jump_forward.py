@@ -1,0 +1,156 @@
+"""Jump-forward: what a grammar leaves no choice of is not sampled, and no loop, preemption or fork changes a token."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from unittest import mock
+
+import jsonschema
+import pytest
+from engines import MODES, running
+from scripted import save_small
+
+from twostroke import InvalidRequest, SamplingParams, StructuredOutput
+from twostroke.bench.made_up_tokenizer import made_up_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"identification": {"type": "integer", "maximum": 99}, "description": {"enum": ["short", "long"]}},
+    "required": ["identification", "description"],
+    "additionalProperties": False,
+}
+REGEX = r"The quick brown (fox|dog) jumps over [0-9]{2} lazy (cats|mice), as ever and ever again\."
+PROMPTS = [list(range(10, 10 + length)) for length in (3, 20, 7, 33, 5, 12)]
+
+
+def jumping(temperature=1.0, seed=1, text=REGEX, **more):
+    kind = "regex" if isinstance(text, str) else "json_schema"
+    structured = StructuredOutput(**{kind: text}, jump_forward=True)
+    return SamplingParams(structured=structured, temperature=temperature, seed=seed, **{"max_tokens": 160, **more})
+
+
+def step_by_step(params):
+    return replace(params, structured=replace(params.structured, jump_forward=False))
+
+
+@pytest.fixture(scope="module")
+def small(smollm2_dir, tmp_path_factory):
+    return save_small(smollm2_dir, tmp_path_factory.mktemp("small"), vocab_size=512)
+
+
+def everything():
+    params = [
+        jumping(t, n, text) for n, (t, text) in enumerate((t, text) for t in (0.0, 1.0) for text in (REGEX, SCHEMA))
+    ]
+    return [*params, SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True), jumping(seed=8, n=2)]
+
+
+def outputs_of(engine, params):
+    outputs = engine.generate(PROMPTS[: len(params)], params)
+    return [[sample.token_ids for sample in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def reference(small):
+    """Each request alone under the synchronous loop."""
+    with running("sync", small) as engine:
+        pairs = zip(PROMPTS, everything(), strict=True)
+        return [[s.token_ids for s in engine.generate([prompt], own)[0].outputs] for prompt, own in pairs]
+
+
+@pytest.mark.parametrize(("blocks", "chunk"), [(None, None), (24, 4)], ids=["roomy", "preempted and chunked"])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_loop_changes_a_token(small, reference, mode, blocks, chunk):
+    options = {"max_chunk_tokens": chunk, "block_size": 8, "max_model_len": 184, "max_rows": 8}
+    with running(mode, small, num_blocks=blocks, **options) as engine:
+        for _ in range(2):  # the second time with what the prefix cache found
+            assert outputs_of(engine, everything()) == reference
+        assert (engine.stats().preemptions > 0) == (blocks is not None)
+        texts = [[engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in each] for each in reference]
+        held = engine._parts.scheduler.batch.held
+        assert (held.count, held.jumped, held.forced) == (0, {}, {})
+    assert all(re.fullmatch(REGEX, text) for each in (texts[0], texts[2], texts[5]) for text in each)
+    for text in (*texts[1], *texts[3]):
+        jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_saved(small, mode):
+    params = jumping(0.0)
+    with running(mode, small, prefix_cache=False) as engine:
+        slow = engine.generate([PROMPTS[0]], step_by_step(params))[0]
+        steps = engine.stats().steps
+        fast = engine.generate([PROMPTS[0]], params)[0]
+        taken = engine.stats().steps - steps
+    assert re.fullmatch(REGEX, fast.text)
+    assert steps >= len(slow.token_ids)
+    assert taken * 2 < len(fast.token_ids), "most of the text leaves no choice"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_one_token_is_allowed_at_each_place_the_tokens_are_those_of_sampling(mode):
+    """With a tokenizer of single bytes a text has one tokenization."""
+    params = [replace(jumping(1.0, seed), stop_token_ids=[300]) for seed in range(4)]
+    tokenizer = mock.patch("twostroke.build.find_tokenizer", return_value=made_up_tokenizer(256))
+    with tokenizer, running(mode, prefix_cache=False) as engine:
+        expected = [o.token_ids for o in engine.generate(PROMPTS[:4], [step_by_step(own) for own in params])]
+        steps = engine.stats().steps
+        assert [o.token_ids for o in engine.generate(PROMPTS[:4], params)] == expected
+        assert engine.stats().steps - steps < steps / 3
+    assert len({tuple(ids) for ids in expected}) > 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_length_and_stop_ids_within_a_jump(small, mode):
+    with running(mode, small) as engine:
+        whole = engine.generate([PROMPTS[1]], jumping(0.0))[0].token_ids
+        for most in range(1, len(whole)):
+            output = engine.generate([PROMPTS[1]], jumping(0.0, max_tokens=most))[0]
+            assert (output.token_ids, output.finish_reason) == (whole[:most], "length")
+        stop = whole[4]
+        output = engine.generate([PROMPTS[1]], jumping(0.0, stop_token_ids=[stop]))[0]
+        assert (output.token_ids, output.finish_reason) == (whole[: whole.index(stop) + 1], "stop")
+        output = engine.generate([PROMPTS[1]], jumping(0.0, stop=["brown"]))[0]
+        assert (output.text, output.finish_reason) == ("The quick ", "stop")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_streamed_once_and_in_order(small, reference, mode):
+    with running(mode, small) as engine:
+        handles = [engine.submit(prompt, own) for prompt, own in zip(PROMPTS[:4], everything()[:4], strict=True)]
+        streamed = [[token for delta in handle for token in delta.token_ids] for handle in handles]
+    assert streamed == [ids for each in reference[:4] for ids in each]
+
+
+@pytest.mark.parametrize("more", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"logit_bias": {66: 1.0}}], ids=str)
+def test_samples_that_need_every_token_sampled_do_not_jump(small, more):
+    params = jumping(1.0, **more)
+    with running("async", small) as engine:
+        jumped, stepped = (engine.generate([PROMPTS[2]], own)[0] for own in (params, step_by_step(params)))
+    assert jumped.token_ids == stepped.token_ids
+    assert engine.stats().steps >= 2 * len(jumped.token_ids)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cancelled_within_a_jump(small, mode):
+    with running(mode, small, max_chunk_tokens=2) as engine:
+        whole = engine.generate([PROMPTS[0]], jumping(0.0))[0].token_ids
+        handles = [engine.submit(PROMPTS[0], jumping(0.0)) for _ in range(6)]
+        for count, handle in enumerate(handles):
+            for _ in range(count):
+                next(iter(handle), None)
+            handle.cancel()
+        for handle in handles:
+            ids = handle.result().token_ids
+            assert ids == whole[: len(ids)]
+        assert engine.generate([PROMPTS[0]], jumping(0.0))[0].token_ids == whole
+
+
+def test_a_jump_must_be_asked_for_by_a_bool(small):
+    with (
+        running("sync", small) as engine,
+        pytest.raises(InvalidRequest, match=r"structured\.jump_forward='yes' must be"),
+    ):
+        engine.submit(PROMPTS[0], SamplingParams(structured=StructuredOutput(regex="a", jump_forward="yes")))
