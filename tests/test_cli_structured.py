@@ -52,8 +52,11 @@ def test_each_flag_is_a_field(tmp_path):
     assert SamplingFlags(json_object=True).params().structured == StructuredOutput(json_object=True)
     assert SamplingFlags(regex="@a").params().structured == StructuredOutput(regex="@a")
     assert SamplingFlags(grammar="start: /a/").params().structured == StructuredOutput(grammar="start: /a/")
-    with pytest.raises(InvalidRequest, match="exactly one of"):
-        SamplingFlags(regex="a", choice=["a"]).params()
+    jumping = StructuredOutput(regex="a", jump_forward=True)
+    assert SamplingFlags(regex="a", jump_forward=True).params().structured == jumping
+    for wrong in (SamplingFlags(regex="a", choice=["a"]), SamplingFlags(jump_forward=True)):
+        with pytest.raises(InvalidRequest, match="exactly one of"):
+            wrong.params()
     with pytest.raises(InvalidRequest, match="grammar='@/no/such/file'"):
         SamplingFlags(grammar="@/no/such/file").params()
 

@@ -9,8 +9,10 @@ from unittest import mock
 
 import jsonschema
 import pytest
+import torch
 from engines import MODES, running
 from scripted import save_small
+from test_failures import spoil_logits
 
 from twostroke import InvalidRequest, SamplingParams, StructuredOutput
 from twostroke.bench.made_up_tokenizer import made_up_tokenizer
@@ -154,3 +156,34 @@ def test_a_jump_must_be_asked_for_by_a_bool(small):
         pytest.raises(InvalidRequest, match=r"structured\.jump_forward='yes' must be"),
     ):
         engine.submit(PROMPTS[0], SamplingParams(structured=StructuredOutput(regex="a", jump_forward="yes")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_c04_bad_logits_before_and_behind_a_jump(small, mode):
+    """What is forced behind a token that never came is no output; the logits of forced tokens are not looked at."""
+    prompt = PROMPTS[2]
+    with running(mode, small, prefix_cache=False) as engine:
+        whole = engine.generate([prompt], jumping(0.0))[0].token_ids
+        ends = []
+        for index in range(12):
+            heal = spoil_logits(engine, len(prompt) - 1 + index, torch.nan)
+            handle = engine.submit(prompt, jumping(0.0))
+            streamed = [token for delta in handle for token in delta.token_ids]
+            output = handle.result()
+            heal()
+            ends.append(output.finish_reason)
+            assert streamed == output.token_ids == (whole[:index] if ends[-1] == "error" else whole)
+        assert ends[0] == "error"
+        assert {*ends} == {"error", "stop"}
+        assert engine.generate([prompt], jumping(0.0))[0].token_ids == whole
+
+
+@pytest.mark.parametrize("mode", ["sync", "async3"])
+def test_jumps_begin_behind_the_thinking(small, mode):
+    params = jumping(max_thinking_tokens=5, thinking_start=[3], thinking_end=[4, 8])
+    with running(mode, small) as engine:
+        output = engine.generate([[20, 30, 3]], params)[0]
+        text = engine.tokenizer.decode(output.token_ids[output.token_ids.index(8) + 1 :], skip_special_tokens=True)
+        steps = engine.stats().steps
+    assert re.fullmatch(REGEX, text)
+    assert steps < len(output.token_ids)

@@ -95,6 +95,10 @@ class SamplingFlags:
     grammar: Annotated[
         str | None, sampling_flag("The text follows this grammar (GBNF or Lark), given as text or as @FILE.")
     ] = None
+    jump_forward: Annotated[
+        bool,
+        sampling_flag("Take text of which there is no choice in its usual tokens, several a step.", "--jump-forward"),
+    ] = False
     max_thinking_tokens: Annotated[int | None, sampling_flag("Most tokens of thinking.")] = DEFAULTS.max_thinking_tokens
     thinking_start: Annotated[str | None, sampling_flag("Text that begins thinking, if not <think>.")] = None
     thinking_end: Annotated[str | None, sampling_flag("Text that ends thinking, if not </think>.")] = None
@@ -129,13 +133,15 @@ STRUCTURED = [f.name for f in fields(StructuredOutput)]
 """Flags that make up the parameter `structured`."""
 
 
-def _structured(*, choice: list[str] | None, json_object: bool, **texts: str | None) -> StructuredOutput | None:
+def _structured(
+    *, choice: list[str] | None, json_object: bool, jump_forward: bool, **texts: str | None
+) -> StructuredOutput | None:
     """What the flags ask for; None without any of them."""
     given: dict[str, Any] = {name: _text_of(name, text) for name, text in texts.items() if text is not None}
     if choice:
         given["choice"] = choice
-    if json_object:
-        given["json_object"] = True
+    switches = {"json_object": json_object, "jump_forward": jump_forward}
+    given |= {name: True for name, on in switches.items() if on}
     return StructuredOutput(**given) if given else None
 
 
