@@ -40,6 +40,9 @@ class PaperConstraint:
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
         self.held_from = next(n for n in range(index + 1, index + 100) if has_mask(self._request, n))
 
+    def forced(self) -> list[int]:
+        return []
+
 
 class PaperConstraints:
     """Work on masks is done at once, or, while `slow`, when `think` is called."""
