@@ -46,7 +46,7 @@ def answer(
     gpus: float = 1.0,
     cpus: float = 1.0,
     batch_size: int = 64,
-    batches: int = 16,
+    batches: int = 8,
     model_name: str | None = None,
     duplicates: Mapping[int, int] | None = None,
     **engine: Any,
@@ -62,7 +62,8 @@ def answer(
             one: its number. Without it each line needs a `custom_id`, and they must differ.
         engines: how many, or at least and at most.
         gpus, cpus: that an engine takes. Every node must have a CPU more for the stages around it.
-        batch_size: lines of a batch. batches: how many an engine has at once; together some times its `max_rows`.
+        batch_size: lines of a batch. batches: how many an engine answers at once; as many more
+            wait there. Together they should be some times its `max_rows`.
         model_name: what lines call the model; None: the name that the engine gets.
         duplicates: numbers of lines that are refused, as their `custom_id` is that of the line whose number is given.
         engine: arguments of `Engine`. With `seed`, the seeds of lines without one follow from it and from their number,
@@ -84,7 +85,7 @@ def answer(
         max_size=most,
         initial_size=most,
         max_concurrent_calls_per_actor=batches,
-        max_tasks_in_flight_per_actor=batches + 1,  # one is fetched while the others run
+        max_tasks_in_flight_per_actor=2 * batches,  # Ray adds engines when others have 1.75 times what they can run
         enable_true_multi_threading=True,
     )
     return dataset.repartition(target_num_rows_per_block=batch_size).map_batches(
