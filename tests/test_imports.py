@@ -91,7 +91,7 @@ ALLOWED = {
     # engine: only the package's version, which lies in `__init__.py`.
     "openai": {"pydantic", "pydantic_core", "msgspec", "numpy", "text", "engine"} | WORDS,
     "server": {"fastapi", "starlette", "uvicorn", "uvloop", "pydantic", "msgspec", "numpy", "openai", "trace"}
-    | {"prometheus_client"}
+    | {"prometheus_client", "opentelemetry"}
     | ENGINE
     | BELOW_ENGINE,
     "fleet": {"ray", "starlette", "pydantic", "msgspec", "openai", "server"},

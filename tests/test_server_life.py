@@ -182,6 +182,7 @@ def test_what_a_server_does_not_start_with():
         ({"request_timeout": 0.0}, "request_timeout=0.0"),
         ({"shutdown_timeout": -1.0}, "shutdown_timeout=-1.0"),
         ({"shutdown_timeout": float("nan")}, "shutdown_timeout=nan"),
+        ({"otlp_traces_endpoint": "localhost:4318"}, "otlp_traces_endpoint"),
         ({"gpu_price": float("nan")}, "gpu_price=nan"),
         ({"ssl_certfile": "x"}, "ssl_keyfile"),
     ],

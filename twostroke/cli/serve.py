@@ -38,6 +38,9 @@ def serve(
     gpu_price: Annotated[
         float | None, _option("What an hour of the GPU costs, to show what its idle time does.")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, _option("URL to send traces of requests to, by OpenTelemetry's OTLP over HTTP.")
+    ] = None,
     log_requests: Annotated[bool, _option("Log each request on stderr.", "--log-requests/--no-log-requests")] = True,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
@@ -63,5 +66,6 @@ def serve(
         shutdown_timeout=shutdown_timeout,
         restart=restart,
         gpu_price=gpu_price,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     run(settings, arguments, lambda url: typer.echo(f"serving {settings.model_name} at {url}"))

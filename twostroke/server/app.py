@@ -51,6 +51,10 @@ def create_app(service: Service) -> FastAPI:
         origins = list(service.settings.allow_origins)
         headers: Any = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
         app.add_middleware(CORSMiddleware, allow_origins=origins, **headers)
+    if service.settings.otlp_traces_endpoint is not None:
+        from .tracing import TraceParent  # its packages are an extra of their own
+
+        app.add_middleware(TraceParent)
     app.add_middleware(RequestLog)
     description = _describe(app)
     app.openapi = lambda: description  # type: ignore[method-assign]

@@ -95,6 +95,7 @@ async def serve_until(
     await service.drain()
     server.should_exit = True
     await serving
+    await service.close()
 
 
 def _new_runner() -> asyncio.Runner:

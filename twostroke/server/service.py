@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
 
-from ..errors import EngineClosed, EngineDead, QueueFull
+from ..errors import EngineClosed, EngineDead, InvalidConfig, QueueFull
 from ..openai.call import Call
 from ..openai.errors import ApiError
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
+from ..text.handle import Handle
 from ..text.tokenizer import Tokenizer
-from .metrics import Metrics, Pace
+from .metrics import Metrics
 from .remote_engine import RemoteEngine
 from .settings import ServerSettings
 from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from .tracing import Tracing
 
 _LONG_TEXT = 1 << 14
 """Characters from which on a text is encoded in a thread, so that other clients do not wait for it."""
@@ -30,8 +36,9 @@ class Service:
     def __init__(self, supervisor: Supervisor, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model_name, settings.gpu_price)
+        self._tracing = _start_tracing(settings)
         self._supervisor = supervisor
-        self._calls: dict[Call, Pace] = {}
+        self._calls: dict[Call, list[Callable[[Sequence[Handle]], None]]] = {}
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,7 +139,9 @@ class Service:
             raise ApiError(503, "the engine is not running", code="engine_stopped") from error
         pace = self.metrics.begin(handles)
         call = Call(handles, self.settings.request_timeout, self._on_end, pace.came)
-        self._calls[call] = pace
+        self._calls[call] = [partial(self.metrics.end, pace=pace)]
+        if self._tracing is not None:
+            self._calls[call].append(self._tracing.begin())
         self._idle.clear()
         if self._draining:
             self._cut_short(call)
@@ -146,10 +155,28 @@ class Service:
         for call in tuple(self._calls):
             self._cut_short(call)
 
+    async def close(self) -> None:
+        """Send what is left of the traces; all calls are over."""
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
     def _cut_short(self, call: Call) -> None:
         call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
 
     def _on_end(self, call: Call) -> None:
-        self.metrics.end(call.handles, self._calls.pop(call))
+        for take_note in self._calls.pop(call):
+            take_note(call.handles)
         if not self._calls:
             self._idle.set()
+
+
+def _start_tracing(settings: ServerSettings) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        from .tracing import start_tracing
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            f"otlp_traces_endpoint needs the package {error.name}: pip install 'twostroke[tracing]'"
+        ) from error
+    return start_tracing(settings.otlp_traces_endpoint, settings.model_name)

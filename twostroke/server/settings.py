@@ -30,6 +30,7 @@ class ServerSettings:
         request_timeout: seconds that a request may take; None is for ever.
         shutdown_timeout: seconds that requests are given to end after SIGTERM; those left are cancelled.
         restart: start the engine process again when it has died.
+        otlp_traces_endpoint: URL to which traces of requests are sent, by OTLP over HTTP; None: there are none.
         gpu_price: what an hour of the GPU costs, in any currency; None where that is not known.
     """
 
@@ -46,6 +47,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     restart: bool = False
     gpu_price: float | None = None
+    otlp_traces_endpoint: str | None = None
 
     def validate(self) -> None:
         """Raise `InvalidConfig` for the first setting that is out of its range; the message names it and its value."""
@@ -60,6 +62,9 @@ class ServerSettings:
                 raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'>= {low}'}")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise InvalidConfig(f"request_timeout={shown(self.request_timeout)} must be > 0")
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise InvalidConfig(f"otlp_traces_endpoint={shown(endpoint)} must begin with http:// or https://")
         if self.gpu_price is not None and not 0 <= self.gpu_price < math.inf:
             raise InvalidConfig(f"gpu_price={shown(self.gpu_price)} must be a number >= 0")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
