@@ -116,7 +116,6 @@ def test_a_stream_gives_the_deltas_of_every_sample(reference, alone, mode, async
         own = [delta for delta in deltas if delta.index == index]
         assert [token for delta in own for token in delta.token_ids] == tokens == output.outputs[index].token_ids
         assert [delta.finish_reason for delta in own] == [None] * (len(own) - 1) + ["length"]
-    assert len(deltas) > 4
 
 
 @pytest.mark.parametrize("mode", MODES)
