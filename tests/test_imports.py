@@ -42,7 +42,7 @@ ENGINE = {
         "lifecycle",
         "maintenance",
     ),
-    *("progress", "prompts", "watched"),
+    *("progress", "prompts", "rollout", "watched"),
 }
 """The engine and the files it is cut into."""
 
@@ -81,6 +81,7 @@ ALLOWED = {
     "calls": {"inbox"},
     "maintenance": {"torch", "build", "calls"} | BELOW_ENGINE,
     "lifecycle": {"calls", "torch", "build", "inbox", "watched"} | BELOW_ENGINE,
+    "rollout": {"numpy", "prompts", "text", "checks"} | WORDS,
     "front": {"progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs. tokenizers: to make one up.

@@ -29,6 +29,7 @@ from .structured import StructuredOutput
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .rollout import Rollout, RolloutGroup, RolloutSample
     from .text.handle import Handle
     from .text.output import Delta, RequestOutput, SampleOutput, TokenLogprob
 
@@ -48,6 +49,9 @@ __all__ = [
     "NotEnoughMemory",
     "QueueFull",
     "RequestOutput",
+    "Rollout",
+    "RolloutGroup",
+    "RolloutSample",
     "SampleOutput",
     "SamplingParams",
     "StructuredOutput",
@@ -61,6 +65,9 @@ _LAZY = {
     "Handle": "text.handle",
     "Delta": "text.output",
     "RequestOutput": "text.output",
+    "Rollout": "rollout",
+    "RolloutGroup": "rollout",
+    "RolloutSample": "rollout",
     "SampleOutput": "text.output",
     "TokenLogprob": "text.output",
 }

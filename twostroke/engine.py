@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,10 @@ from .inbox import Inbox
 from .lifecycle import Lifecycle
 from .maintenance import Maintenance
 from .model.weight_source import Weights
+from .prompts import Prompt, as_prompts
 from .request import Sample
+from .rollout import Rollout, StopGroup
+from .sampling_params import SamplingParams
 from .scheduler.committed import Committed
 from .scheduler.scheduler import Scheduler
 from .text.delivery import Delivery
@@ -194,6 +197,35 @@ class Engine(Front):
             idle_by_cause=dict(activity.idle),
             cpu_seconds=dict(activity.cpu),
         )
+
+    def rollout(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 8,
+        stop_group: StopGroup | None = None,
+        ahead: int | None = None,
+    ) -> Rollout:
+        """Sample groups that share their prompt, without end if the prompts have none; iterate over what is returned.
+
+        Groups come in the order in which they end. While one is used, others run.
+
+        Args:
+            prompts: as for `generate`; an iterator is read as far as there is room.
+            params: of all samples, but for `n`.
+            n: samples of a group.
+            stop_group: called with those samples of a group that have ended, whenever one more has; True ends the
+                others. Called by a thread of its own, which begins no group meanwhile.
+            ahead: most samples that are in the engine, or ended and not taken; it bounds how old a group can be. None:
+                four times max_rows.
+
+        Raises:
+            InvalidRequest: a parameter was refused. What concerns a prompt is raised by the iteration.
+        """
+        taken = prompts if isinstance(prompts, Iterator) else iter(as_prompts(prompts))
+        own = replace(SamplingParams() if params is None else params, n=n)
+        return Rollout(self, taken, own, stop_group, 4 * self.config.max_rows if ahead is None else ahead)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds: requests that start later use nothing that was computed before this call.

@@ -81,6 +81,7 @@ class Handle:
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
         self._on_end: list[Callable[[Handle], object]] = []
+        self._on_sample: list[Callable[[SampleOutput], object]] = []
 
     @property
     def sample(self) -> Sample:
@@ -124,6 +125,17 @@ class Handle:
         seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
         with self._changed:
             return self._changed.wait_for(lambda: self.done, seconds)
+
+    def on_sample(self, callback: Callable[[SampleOutput], object]) -> None:
+        """Have `callback` called with the output of each sample, once that has ended, or now if it has.
+
+        By delivery, as with `on_end`, and before that.
+        """
+        with self._changed:
+            ended = [output for output in self._outputs if output]
+            self._on_sample.append(callback)
+        for output in ended:
+            callback(output)
 
     def on_end(self, callback: Callable[[Handle], object]) -> None:
         """Have `callback` called with this handle once the request has ended, or now if it has.
@@ -202,6 +214,9 @@ class Handle:
                 self._output = self._whole(ended)
             if self._streaming or self._output:
                 self._notify()
+            listeners = tuple(self._on_sample)
+        for listener in listeners:
+            listener(output)
         self._call_back()
 
     def fail(self, error: Exception) -> None:
@@ -224,8 +239,10 @@ class Handle:
             self.cancel()
 
     def _call_back(self) -> None:
-        while self.done and self._on_end:
-            self._on_end.pop()(self)
+        with self._changed:
+            ended, self._on_end = (self._on_end, []) if self.done else ([], self._on_end)
+        for callback in ended:
+            callback(self)
 
     def _outcome(self) -> RequestOutput:
         if self._error is not None:
