@@ -63,7 +63,7 @@ class Bench:
         joins, ledgers = [], []
         for row in rows:
             sample = make_sample(row)
-            joins.append(row_record(row.row, sample, 0, row.ledger))
+            joins.append(row_record(row.row, sample, len(sample.tokens), 0, row.ledger))
             if row.ledger != NO_LEDGER:
                 ledgers.append(ledger_record(row.ledger, sample))
         words = make_words(np.concatenate(joins), np.concatenate([np.zeros(0, np.int32), *ledgers]))
