@@ -234,7 +234,7 @@ def test_native_refuses_with_the_reason_and_auto_takes_the_other_kind(tmp_path, 
     assert load_model(tmp_path, device=CPU).impl == "transformers"
     write_model(tmp_path)
     assert load_model(tmp_path, impl="transformers", device=CPU).impl == "transformers"
-    assert [arguments[1:] for arguments in asked] == [(tmp_path, CPU, torch.float32, 0)] * 2
+    assert [arguments[1:] for arguments in asked] == [(tmp_path, CPU, torch.float32, 0, False)] * 2  # not compiled
 
 
 def test_the_hub_is_asked_last_and_its_failure_names_the_model(monkeypatch, directory):
