@@ -144,6 +144,21 @@ def test_bf16_tokens_are_equal_where_the_steps_have_the_same_composition(model):
     assert all(tokens == found["sync eager"] for tokens in found.values())
 
 
+@pytest.mark.parametrize("variant", ["sync eager", "async graphs"])
+def test_g11_an_engine_that_slept_gives_the_same_tokens(variant):
+    """Its weights come back elsewhere, those too that thin products read."""
+    prompts = make_prompts([64] * 5)
+    with running("qwen3-0.6b", dtype="bfloat16", **VARIANTS[variant]) as engine:
+        before = [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        addresses = [tensor.data_ptr() for tensor in engine._parts.loaded.model.tensors()]
+        engine.sleep()
+        kept = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        engine.wake()
+        assert addresses != [tensor.data_ptr() for tensor in engine._parts.loaded.model.tensors()]
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == before
+        del kept
+
+
 def test_bf16_logits_stay_close_to_fp32():
     """Teacher-forced: where the bf16 run first differs from the fp32 one, the fp32 logits must be nearly tied."""
     prompts = make_prompts([20, 40])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,6 +132,47 @@ def test_the_source_compiles(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
+
+
+class StandIn:
+    """The functions of the compiled source; a described matrix is its address. Keeps what launched products read."""
+
+    def __init__(self):
+        self.read = []
+
+    def product_bytes(self):
+        return ctypes.sizeof(thin_linear._Product)
+
+    def clusters_at_once(self, *_):
+        return 66
+
+    def describe_matrix(self, place, pointer, *_):
+        ctypes.c_uint64.from_address(place.value).value = pointer.value
+        return 0
+
+    def launch_product(self, product, *_):
+        fields = (thin_linear._Product.w, thin_linear._Product.x)
+        at = ctypes.addressof(product._obj)
+        self.read.append(tuple(ctypes.c_uint64.from_address(at + field.offset).value for field in fields))
+        return 0
+
+
+def test_weights_are_read_where_they_are(monkeypatch):
+    """G11: an engine that slept has them at other addresses than those at which it was built."""
+    library = StandIn()
+    monkeypatch.setattr(thin_linear, "load_library", lambda *_: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    linears = ThinLinears(CPU, EPS)
+    weight, x, norm = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((128, 256), (3, 256), (128,)))
+    thin, residual = linears.adding(weight), torch.zeros(3, 128, dtype=torch.bfloat16)
+    before = weight.data_ptr()
+    for _ in range(2):
+        linears.residual(x, thin, residual, norm)
+        weight.data = weight.clone()
+    (first, _), (second, read) = library.read
+    assert first == before != second
+    assert read == x.data_ptr()
 
 
 def bf16(*shape, scale=1.0):

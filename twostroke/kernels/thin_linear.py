@@ -84,7 +84,6 @@ class ThinWeight:
         weight: bf16 [N, K], contiguous. With the epilogue SILU, its first half are gate rows, its second half up rows.
         bias: bf16 [N], or None.
         tile: rows of a tile. tiles: their number. clusters: pairs of blocks that share them.
-        map: how the tensor memory accelerator reads it.
     """
 
     weight: torch.Tensor
@@ -94,7 +93,6 @@ class ThinWeight:
     tile: int
     tiles: int
     clusters: int
-    map: ctypes.Array[ctypes.c_char]
 
     @staticmethod
     def fits(weight: torch.Tensor, *, gated: bool = False) -> bool:
@@ -171,8 +169,7 @@ class ThinLinears:
         clusters = {tile: self._clusters(tile, kind, epilogue) for tile in tiles_of_kind}
         tile = min(clusters, key=lambda tile: math.ceil(math.ceil(rows / tile) / clusters[tile]) * tile)
         tiles = math.ceil(rows / tile)
-        described = _describe(weight, tile // 2)
-        return ThinWeight(weight, bias, epilogue, kind, tile, tiles, min(clusters[tile], tiles), described)
+        return ThinWeight(weight, bias, epilogue, kind, tile, tiles, min(clusters[tile], tiles))
 
     def _clusters(self, tile: int, kind: Kind, epilogue: Epilogue) -> int:
         """Return how many pairs of blocks run at once."""
@@ -196,7 +193,7 @@ class ThinLinears:
 
     def _product(self, x: torch.Tensor, weight: ThinWeight, out: torch.Tensor) -> _Product:
         rows, columns = weight.weight.shape
-        product = _aligned(_Product)
+        product = _new_product()
         product.epilogue = weight.epilogue
         product.tiles, product.slices = weight.tiles, math.ceil(columns / SLICE)
         product.tokens, product.rows, product.out_stride = x.shape[0], out.shape[1], out.shape[1]
@@ -204,9 +201,17 @@ class ThinLinears:
         product.eps = self._eps
         product.trigger = _TRIGGER
         product.out = out.data_ptr()
-        ctypes.memmove(ctypes.addressof(product), weight.map, _MAP_BYTES)
-        ctypes.memmove(ctypes.addressof(product) + _MAP_BYTES, _describe(x, 32 if x.shape[0] <= 32 else 64), _MAP_BYTES)
+        # NOTE: the weight too at each launch: an engine that slept has its weights at other addresses.
+        self._describe(product, _Product.w.offset, weight.weight, weight.tile // 2)
+        self._describe(product, _Product.x.offset, x, 32 if x.shape[0] <= 32 else 64)
         return product
+
+    def _describe(self, product: _Product, offset: int, matrix: torch.Tensor, box_rows: int) -> None:
+        """Write the map by which the tensor memory accelerator reads a bf16 matrix into a product."""
+        rows, columns = matrix.shape
+        places = (ctypes.c_void_p(ctypes.addressof(product) + offset), ctypes.c_void_p(matrix.data_ptr()))
+        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows))
+        _check(self._library.describe_matrix(*places, *sizes), "describe")
 
     def _launch(self, product: _Product, weight: ThinWeight) -> None:
         """Queue a product on the current stream."""
@@ -219,22 +224,10 @@ def _output(x: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.empty(x.shape[0], columns, dtype=torch.bfloat16, device=x.device)
 
 
-def _aligned(kind: type) -> _Product:
-    """Return a zeroed structure at an address that the tensor maps in it may have."""
-    raw = ctypes.create_string_buffer(ctypes.sizeof(kind) + _ALIGNMENT)
-    return kind.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)  # type: ignore[attr-defined]
-
-
-def _describe(matrix: torch.Tensor, box_rows: int) -> ctypes.Array[ctypes.c_char]:
-    """Return the tensor memory accelerator's map of a bf16 matrix."""
-    raw = ctypes.create_string_buffer(_MAP_BYTES + _ALIGNMENT)
-    made = (ctypes.c_char * _MAP_BYTES).from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
-    rows, columns = matrix.shape
-    library = load_library(_SOURCE, _TARGET)
-    pointer = ctypes.c_void_p(matrix.data_ptr())
-    sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows))
-    _check(library.describe_matrix(made, pointer, *sizes), "describe")
-    return made
+def _new_product() -> _Product:
+    """Return a zeroed product at an address that the tensor maps in it may have."""
+    raw = ctypes.create_string_buffer(ctypes.sizeof(_Product) + _ALIGNMENT)
+    return _Product.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
 
 
 def _check(code: int, what: str) -> None:
