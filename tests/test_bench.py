@@ -210,6 +210,48 @@ def test_a_benchmark_of_one_engine_refuses_to_compare() -> None:
             registry.find("cpu-step").run(options, print)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "named"),
+    [
+        ("admission", ["--loop", "sync"], "loops=('sync',)"),
+        ("admission", ["--slots", "3"], "slots=3"),
+        ("admission", ["--impl", "native"], "impl='native'"),
+        ("admission", ["--max-step-tokens", "512"], "max_step_tokens=512"),
+        ("cpu-step", ["--impl", "transformers"], "impl='transformers'"),
+        ("cpu-step", ["--max-step-tokens", "512"], "max_step_tokens=512"),
+        *((name, ["--kernels"], "kernels=True") for name in ("admission", "cpu-step", "cpu-demo", "mixed", "offload")),
+        ("prefix", ["--kernels"], "kernels=True"),
+        ("sampling", ["--kernels"], "kernels=True"),
+        ("mixed", ["--deterministic"], "deterministic=True"),
+        ("offload", ["--impl", "both"], "impl='both'"),
+        ("article", ["--peer-dir", "peers"], "peer_dir='peers'"),
+        ("article", ["--loop", "async", "--price", "4"], "price=4"),
+    ],
+)
+def test_what_a_benchmark_has_no_use_for_is_refused_by_name(name: str, arguments: list[str], named: str) -> None:
+    done = CliRunner().invoke(app, ["bench", name, *arguments])
+    assert done.exit_code == 2
+    assert named in done.stderr
+
+
+@pytest.mark.parametrize("name", registry.BENCHMARKS)
+def test_options_that_a_benchmark_takes_reach_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    benchmark, asked = registry.find(name), []
+    module = importlib.import_module(f"twostroke.bench.{benchmark.module}")
+    monkeypatch.setattr(module, "run", lambda name, options, say: asked.append(options) or result(stub_run(1.0)))
+    values = {
+        "loops": ("sync",),
+        "impl": "native",
+        "slots": 3,
+        "deterministic": True,
+        "max_step_tokens": 512,
+        "kernels": True,
+    }
+    given = BenchOptions(repetitions=1, **{option: values[option] for option in benchmark.takes})
+    benchmark.run(given, print)
+    assert asked == [given]
+
+
 def test_the_demo_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

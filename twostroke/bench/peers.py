@@ -143,7 +143,12 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in (Transformers(), Vllm())}
 
 
 def check_peers(benchmark: str, options: BenchOptions) -> None:
-    """Raise `InvalidConfig` if a peer asked for is unknown, does not know the benchmark, or has no script."""
+    """Raise `InvalidConfig` if a peer asked for is unknown, does not know the benchmark, or has no script.
+
+    So is a folder without peers.
+    """
+    if options.peer_dir is not None and not options.peers:
+        raise InvalidConfig(f"peer_dir={str(options.peer_dir)!r} is for peers, and none is asked for")
     for name in options.peers:
         if name not in PEERS:
             raise InvalidConfig(f"peer={name!r} must be one of {', '.join(PEERS)}")

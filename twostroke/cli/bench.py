@@ -11,6 +11,7 @@ import typer
 from ..bench.options import BenchOptions
 from ..bench.peers import PEERS
 from ..bench.registry import BENCHMARKS, find
+from ..bench.report import PRICE
 from ..bench.result import Result
 from ..bench.summary import Table, compare, kernel_table, machine_of, table_of
 from ..errors import InvalidConfig
@@ -43,7 +44,9 @@ def bench(
     kernels: Annotated[
         bool, typer.Option(help="Also profile a window of steady steps, kernel by kernel; of the offline workloads.")
     ] = False,
-    price: Annotated[float, typer.Option(min=0, help="Of an hour of the GPU, in dollars; for --loop both.")] = 5.0,
+    price: Annotated[
+        float | None, typer.Option(min=0, help=f"Of an hour of the GPU, in dollars; for --loop both: {PRICE:g}.")
+    ] = None,
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure a peer too: {' or '.join(PEERS)}; may be repeated.")
     ] = None,
@@ -58,6 +61,8 @@ def bench(
     benchmark = find(name)
     if loop not in LOOPS:
         raise InvalidConfig(f"loop={loop!r} must be one of {', '.join(LOOPS)}")
+    if price is not None and loop != "both":
+        raise InvalidConfig(f"price={price:g} is for the comparison of both loops, not for loop={loop!r}")
     options = BenchOptions(
         repetitions=benchmark.repetitions if repetitions is None else repetitions,
         loops=LOOPS[loop],
@@ -74,7 +79,7 @@ def bench(
     result = benchmark.run(options, lambda line: typer.echo(line, err=True))
     if result.commit is None:
         result = replace(result, commit=commit)
-    _print_result(result, price)
+    _print_result(result, PRICE if price is None else price)
     if json_file is not None:
         typer.echo(f"\nwritten to {result.write(json_file)}")
 
