@@ -56,6 +56,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "temperature": 0.0,
         "threads": threads,
         "prefix_cache": False,
+        **options.facts(MAX_STEP_TOKENS),
     }
     return Result(benchmark=name, gpu=None, workload=workload, runs=tuple(runs))
 

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from .. import Engine
-from ..errors import InvalidConfig, TwostrokeError
+from ..errors import TwostrokeError
 from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from .ceilings import Ceilings, measure_ceilings
 from .floor import mixed_floor
+from .load import ONE_TOKEN, need_cuda, random_prompt
 from .measure import measured_between
 from .mix import WARM_UP_TOKENS, Mix
 from .offline import cost_of, release_memory
@@ -37,8 +38,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     Raises:
         InvalidConfig: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
+    need_cuda(name)
     mix = Mix()
     mix = replace(mix, max_step_tokens=options.step_tokens(mix.max_step_tokens))
     say("ceilings")
@@ -77,8 +77,8 @@ def run_mix(engine: Engine, mix: Mix, loop: str, ceilings: Ceilings) -> Run:
     handles, watchers = _start_rows(engine, mix, rng)
     try:
         watchers[-1].wait_for(WARM_UP_TOKENS)
-        engine.generate([_prompt(rng, engine, mix.prompt)] * 2, ONE_TOKEN, progress=False)
-        prompts = [_prompt(rng, engine, mix.prompt) for _ in range(mix.arrivals)]
+        engine.generate([random_prompt(rng, engine.model, mix.prompt)] * 2, ONE_TOKEN, progress=False)
+        prompts = [random_prompt(rng, engine.model, mix.prompt) for _ in range(mix.arrivals)]
         length = mix.row_prompt + len(watchers[0].times)
         before, start = engine.stats(), time.perf_counter()
         waits = _arrive(engine, mix, prompts, start)
@@ -123,7 +123,6 @@ def run_mix(engine: Engine, mix: Mix, loop: str, ceilings: Ceilings) -> Run:
     )
 
 
-ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -167,7 +166,7 @@ class Watcher(threading.Thread):
 
 def _start_rows(engine: Engine, mix: Mix, rng: random.Random) -> tuple[list[Handle], list[Watcher]]:
     """Submit the decoding rows; the last of them is among those watched, so that when it decodes, all do."""
-    handles = [engine.submit(_prompt(rng, engine, mix.row_prompt), ENDLESS) for _ in range(mix.rows)]
+    handles = [engine.submit(random_prompt(rng, engine.model, mix.row_prompt), ENDLESS) for _ in range(mix.rows)]
     places = np.linspace(0, mix.rows - 1, mix.watched).round().astype(int)
     return handles, [Watcher(handles[place]) for place in places.tolist()]
 
@@ -182,8 +181,3 @@ def _arrive(engine: Engine, mix: Mix, prompts: list[list[int]], start: float) ->
     outputs = [handle.result() for handle in handles]
     firsts = [output.timings.first_token for output in outputs]
     return [first - due for first, due in zip(firsts, dues, strict=True) if first is not None]
-
-
-def _prompt(rng: random.Random, engine: Engine, length: int) -> list[int]:
-    top = min(10_000, engine.model.vocab_size) - 1
-    return [rng.randint(10, top) for _ in range(length)]

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from .. import Engine
-from ..errors import InvalidConfig
 from ..model.interface import Model
 from ..sampling_params import SamplingParams
 from .ceilings import Ceilings, measure_ceilings
 from .floor import Cost, floor_of
 from .kernels import watch_kernels
+from .load import need_cuda
 from .measure import measure
 from .offline_workloads import MAX_STEP_TOKENS, WORKLOADS, Workload
 from .options import BenchOptions
@@ -34,8 +34,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     Raises:
         InvalidConfig: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
+    need_cuda(name)
     workload = WORKLOADS[name]()
     say("ceilings")
     ceilings = measure_ceilings()

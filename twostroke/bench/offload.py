@@ -10,14 +10,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-
-import torch
+from dataclasses import dataclass
 
 from .. import Engine
-from ..errors import InvalidConfig, TwostrokeError
+from ..errors import TwostrokeError
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
+from .load import EngineLoad, measure_load, random_prompt
 from .measure import measured_between
 from .offline import release_memory
 from .options import BenchOptions
@@ -27,20 +26,16 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(EngineLoad):
     """The workload.
 
     Attributes:
-        model: a preset. device, dtype: of the engine.
         requests: that are preempted, and that preempt them. prompt: tokens of each.
         tokens: output tokens of each: more than the steps that all prompts of one kind take, so that all requests of
             one kind are there at once.
         block_bytes: of one block of the model in that dtype.
     """
 
-    model: str = "llama-3.1-8b"
-    device: str = "cuda"
-    dtype: str = "bfloat16"
     requests: int = 64
     prompt: int = 4000
     tokens: int = 256
@@ -58,12 +53,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     Raises:
         InvalidConfig: there is no CUDA device, or the host lacks the memory.
     """
-    if not torch.cuda.is_available():
-        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
-    load = Load()
-    runs = [run for loop in options.loops for run in run_load(load, loop, options, say)]
-    facts = asdict(load) | {"impl": options.impl, "slots": options.slots}
-    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+    return measure_load(name, Load(), run_load, options, say)
 
 
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
@@ -72,20 +62,13 @@ def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], 
     for case, offload_bytes in (("recompute", None), ("offload", load.blocks * load.block_bytes)):
         say(f"{case}, {loop} loop")
         with Engine(
-            load.model,
-            impl=options.impl,
-            device=load.device,
-            dtype=load.dtype,
-            loop=loop,
-            slots=options.slots,
+            **load.settings(loop, options),
             max_rows=load.requests,
-            max_step_tokens=options.step_tokens(2048),
             max_model_len=load.prompt + load.tokens,
             block_size=BLOCK_SIZE,
             num_blocks=1 + load.blocks,
             offload_bytes=offload_bytes,
             policy="priority",
-            seed=0,
         ) as engine:
             rng = random.Random(0)
             _preempt_all(engine, load, loop, rng)  # graphs of prompt steps are captured meanwhile
@@ -102,8 +85,8 @@ def _preempt_all(engine: Engine, load: Load, loop: str, rng: random.Random) -> R
     Raises:
         TwostrokeError: a request was not preempted, or did not get all its tokens.
     """
-    low = [_prompt(rng, engine, load.prompt) for _ in range(load.requests)]
-    high = [_prompt(rng, engine, load.prompt) for _ in range(load.requests)]
+    low = [random_prompt(rng, engine.model, load.prompt) for _ in range(load.requests)]
+    high = [random_prompt(rng, engine.model, load.prompt) for _ in range(load.requests)]
     handles = [engine.submit(prompt, _params(load.tokens, priority=0)) for prompt in low]
     while engine.stats().running < load.requests or any(h.sample.timings.first_token is None for h in handles):
         time.sleep(0.001)
@@ -135,11 +118,6 @@ def _preempt_all(engine: Engine, load: Load, loop: str, rng: random.Random) -> R
 
 def _params(tokens: int, *, priority: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, priority=priority)
-
-
-def _prompt(rng: random.Random, engine: Engine, length: int) -> list[int]:
-    top = min(10_000, engine.model.vocab_size) - 1
-    return [rng.randint(10, top) for _ in range(length)]
 
 
 def _finished(output: RequestOutput) -> float:

@@ -34,6 +34,10 @@ class BenchOptions:
         """The `max_step_tokens` to use, where the benchmark's own is `own`."""
         return own if self.max_step_tokens is None else self.max_step_tokens
 
+    def facts(self, own_step_tokens: int) -> dict[str, Any]:
+        """What a result says of the engine's options; see `step_tokens`."""
+        return {"impl": self.impl, "slots": self.slots, "max_step_tokens": self.step_tokens(own_step_tokens)}
+
     def cases(self) -> dict[str, dict[str, Any]]:
         """Arguments of the engine for each case to measure, by its name. All are measured against the first."""
         impls = ("native", "transformers") if self.impl == "both" else (self.impl,)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
-import torch
-
 from .. import Engine
-from ..errors import InvalidConfig, TwostrokeError
-from ..sampling_params import SamplingParams
+from ..errors import TwostrokeError
+from .load import ONE_TOKEN, EngineLoad, measure_load, random_prompt
 from .offline import release_memory
 from .options import BenchOptions
 from .result import Result, Run, compared
@@ -23,22 +21,16 @@ BLOCK_SIZE = 16
 WARM_UP = 4
 """Prompts that come first: graphs are captured, and times learned, meanwhile."""
 
-ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-
 
 @dataclass(frozen=True)
-class Load:
+class Load(EngineLoad):
     """The workload.
 
     Attributes:
-        model: a preset. device, dtype: of the engine.
         prompts: how many. prompt: tokens of each.
         block_bytes: of one block of the model in that dtype.
     """
 
-    model: str = "llama-3.1-8b"
-    device: str = "cuda"
-    dtype: str = "bfloat16"
     prompts: int = 16
     prompt: int = 2000
     block_bytes: int = 2 << 20
@@ -55,12 +47,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     Raises:
         InvalidConfig: there is no CUDA device, or the host lacks the memory.
     """
-    if not torch.cuda.is_available():
-        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
-    load = Load()
-    runs = [run for loop in options.loops for run in run_load(load, loop, options, say)]
-    facts = asdict(load) | {"impl": options.impl, "slots": options.slots}
-    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+    return measure_load(name, Load(), run_load, options, say)
 
 
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
@@ -68,19 +55,12 @@ def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], 
     say(f"{load.prompts} prompts, {loop} loop")
     rng = random.Random(0)
     with Engine(
-        load.model,
-        impl=options.impl,
-        device=load.device,
-        dtype=load.dtype,
-        loop=loop,
-        slots=options.slots,
+        **load.settings(loop, options),
         max_rows=8,
-        max_step_tokens=options.step_tokens(2048),
         max_model_len=load.prompt + 1,
         block_size=BLOCK_SIZE,
         num_blocks=1 + 2 * load.blocks,
         offload_bytes=(WARM_UP + (1 + options.repetitions) * load.prompts) * load.blocks * load.block_bytes,
-        seed=0,
     ) as engine:
         _time_cases(engine, _prompts(engine, load, WARM_UP, rng))
         times = [_time_cases(engine, _prompts(engine, load, load.prompts, rng)) for _ in range(options.repetitions)]
@@ -125,5 +105,4 @@ def _first_token(engine: Engine, prompt: list[int], *, cached: int, returned: in
 
 
 def _prompts(engine: Engine, load: Load, count: int, rng: random.Random) -> list[list[int]]:
-    top = min(10_000, engine.model.vocab_size) - 1
-    return [[rng.randint(10, top) for _ in range(load.prompt)] for _ in range(count)]
+    return [random_prompt(rng, engine.model, load.prompt) for _ in range(count)]

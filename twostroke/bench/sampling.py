@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -21,10 +21,11 @@ from .. import Engine
 from ..build import Parts, build
 from ..device.buckets import Buckets
 from ..device.step_times import StepTimes
-from ..errors import InvalidConfig, TwostrokeError
+from ..errors import TwostrokeError
 from ..sampling.sampler import sample
 from ..sampling_params import SamplingParams
 from ..structured import StructuredOutput
+from .load import EngineLoad, measure_load
 from .made_up_tokenizer import made_up_tokenizer
 from .offline import release_memory
 from .options import BenchOptions
@@ -37,18 +38,14 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(EngineLoad):
     """The workload.
 
     Attributes:
-        model: a preset. device, dtype: of the engine.
         rows: samples that decode together, after prompts of `prompt` tokens.
         tokens: of each, in a measured run.
     """
 
-    model: str = "llama-3.1-8b"
-    device: str = "cuda"
-    dtype: str = "bfloat16"
     rows: int = 256
     prompt: int = 32
     tokens: int = 80
@@ -65,12 +62,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     Raises:
         InvalidConfig: there is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
-    load = Load()
-    runs = [run for loop in options.loops for run in run_load(load, loop, options, say)]
-    facts = asdict(load) | {"impl": options.impl, "slots": options.slots, "grammar_every": GRAMMAR_EVERY}
-    return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs))
+    return measure_load(name, Load(), run_load, options, say, grammar_every=GRAMMAR_EVERY)
 
 
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
@@ -91,21 +83,13 @@ def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], 
 
 
 def _settings(load: Load, loop: str, options: BenchOptions) -> dict[str, Any]:
-    return {
-        "model": load.model,
-        "impl": options.impl,
-        "device": load.device,
-        "dtype": load.dtype,
-        "loop": loop,
-        "slots": options.slots,
+    return load.settings(loop, options) | {
         "max_rows": load.rows,
-        "max_step_tokens": options.step_tokens(2048),
         # Rows with a grammar are let go at the end, before they reach it.
         "max_model_len": 2 * (load.prompt + load.tokens),
         "max_ledgers": load.rows,
         "prefix_cache": False,  # the same prompts come in every repetition
         "graphs": False,  # those of the steps that are timed are captured later
-        "seed": 0,
     }
 
 
