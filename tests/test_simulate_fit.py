@@ -183,6 +183,8 @@ def test_it_prints_a_row_per_number_of_replicas_and_writes_both_files(tmp_path: 
     assert "fit: article-512 measured " in result.stdout
     written = json.loads((tmp_path / "x.json").read_text())
     assert [one["replicas"] for one in written["candidates"]] == [1, 2]
+    assert (written["routing"], written["traffic"]["requests"]) == ("least-loaded", 60)
+    assert set(written["simulate"]) >= {"date", "commit", "gpu"}
     for one in written["candidates"]:
         assert (one["requests"], one["refused"]) == (60, 0)
         assert one["cost"] == pytest.approx(36 * one["replicas"] * one["seconds"] / 3600)

@@ -95,7 +95,7 @@ class Result:
     """
 
     benchmark: str
-    date: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
+    date: str = field(default_factory=lambda: current_date())
     commit: str | None = field(default_factory=lambda: current_commit())
     gpu: str | None
     machine: Mapping[str, Any] = field(default_factory=lambda: {"cpu": cpu_name(), "cores": usable_cores()})
@@ -151,6 +151,11 @@ def installed_versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[package] = None
     return versions
+
+
+def current_date() -> str:
+    """ISO 8601 with the offset from UTC."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def current_commit() -> str | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..bench.result import current_commit, current_date
 from ..errors import InvalidConfig, shown
 from ..simulate.arrivals import Arrival
 from ..simulate.benchmarks import KNOWN, model_of, simulate_benchmark
@@ -162,7 +163,9 @@ def simulate(
     if png is not None:
         write_picture([(_label(one), one.report) for one in found], price, png)
     if json_file is not None:
-        _write_json(json_file, fitted, {"candidates": [_figures(one, price) for one in found]})
+        load = {"trace": str(trace)} if trace is not None else asdict(traffic)
+        candidates = [_figures(one, price) for one in found]
+        _write_json(json_file, fitted, {"traffic": load, "routing": routing, "candidates": candidates})
 
 
 simulate = with_flags(simulate)
@@ -247,7 +250,14 @@ def _figures(one: Candidate, price: float) -> dict[str, Any]:
 
 def _write_json(path: Path, fit: Fit, found: dict[str, Any]) -> None:
     points = [asdict(point) | {"error": point.error} for point in fit.points]
-    facts = {"model": fit.model, "gpu": fit.gpu, "step_time": asdict(fit.step_time), "fit": points}
+    facts = {
+        "date": current_date(),
+        "commit": current_commit(),
+        "model": fit.model,
+        "gpu": fit.gpu,
+        "step_time": asdict(fit.step_time),
+        "fit": points,
+    }
     path.write_text(json.dumps({"simulate": facts, **found}, indent=1) + "\n")
     typer.echo(f"\nwritten to {path}")
 
