@@ -12,7 +12,7 @@ import torch
 
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
-from twostroke.device.shapes import PaddedShapes
+from twostroke.device.shapes import PaddedShapes, StepShape
 from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
 
 KV_HEADS, DIM, BLOCK, LAYERS, WIDTH = 8, 128, 16, 4, 512
@@ -43,7 +43,8 @@ def flop(chunks, heads):
 
 def inputs_of(chunks, heads):
     """Queries in the padded size, a table of shuffled blocks, and the chunks with those not in use behind them."""
-    shape = PaddedShapes(256, 256, 2048).fit(0, len(chunks), sum(tokens for _, tokens in chunks), len(chunks))
+    needed = StepShape(0, len(chunks), sum(tokens for _, tokens in chunks), len(chunks))
+    shape = PaddedShapes(256, 256, 2048).fit(needed)
     blocks = len(chunks) * WIDTH + 1
     table = 1 + torch.randperm(blocks - 1, device="cuda").int().view(len(chunks), WIDTH)
     table = torch.cat([table, torch.zeros_like(table[:1])])

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from twostroke import Engine
+from twostroke.device.shapes import StepShape
 from twostroke.plan import ROW_RECORD, Plan
 
 REPETITIONS = 300
@@ -54,7 +55,7 @@ def parts_of(runner, slot, plan):
     device = runner.device
     runner.launch(plan, slot)
     runner.wait(plan, slot)
-    shape = runner._shapes.fit(plan.num_lanes, 0, plan.num_lanes, plan.num_lanes)
+    shape = runner._shapes.fit(StepShape(plan.num_lanes, 0, plan.num_lanes, plan.num_lanes))
 
     def meter():
         device.meter.begin()

@@ -13,7 +13,7 @@ from engines import MODES, running
 
 from twostroke import SamplingParams
 from twostroke.device.graphs import Recurring
-from twostroke.device.shapes import PaddedShapes
+from twostroke.device.shapes import PaddedShapes, StepShape
 from twostroke.device.slot import StepBuffers
 from twostroke.plan import Feature
 from twostroke.sampling.stage import Stage
@@ -287,7 +287,7 @@ def test_shapes_hold_their_steps_and_waste_little(max_rows, max_tokens):
         lanes = int(rng.integers(0, max_lanes)) if max_lanes > 1 else 0
         chunks = int(rng.integers(1, max_lanes - lanes + 1))
         tokens = int(rng.integers(lanes + chunks, max_tokens + 1))
-        shape = shapes.fit(lanes, chunks, tokens, lanes + chunks)
+        shape = shapes.fit(StepShape(lanes, chunks, tokens, lanes + chunks))
         assert shape.lanes >= lanes
         assert shape.chunks >= chunks
         assert max(tokens, shape.lanes) <= shape.tokens <= max_tokens
@@ -295,18 +295,18 @@ def test_shapes_hold_their_steps_and_waste_little(max_rows, max_tokens):
         if tokens > max(512, max_tokens // 2):
             wasted.append(shape.tokens / tokens - 1)
     assert np.mean(wasted or [0]) < 0.06
-    full = shapes.fit(max_lanes - 1, 1, max_tokens, max_lanes)
+    full = shapes.fit(StepShape(max_lanes - 1, 1, max_tokens, max_lanes))
     assert full.tokens == max_tokens, "a full step has no padding"
 
 
 def test_a_short_prompt_among_decoding_rows_makes_a_short_step():
     shapes = PaddedShapes(256, 256, 2048)
-    assert shapes.fit(64, 1, 70, 65).tokens == 128
-    assert shapes.fit(200, 3, 260, 203).tokens == 320
-    assert shapes.fit(0, 1, 5, 1)[:4] == (0, 16, 64, 16)
+    assert shapes.fit(StepShape(64, 1, 70, 65)).tokens == 128
+    assert shapes.fit(StepShape(200, 3, 260, 203)).tokens == 320
+    assert shapes.fit(StepShape(0, 1, 5, 1))[:4] == (0, 16, 64, 16)
 
 
 def test_steps_of_lanes_alone_take_the_next_bucket():
     shapes = PaddedShapes(64, 64, 2048)
-    assert [shapes.fit(n, 0, n, n).lanes for n in (1, 3, 5, 33, 64)] == [1, 4, 8, 40, 64]
-    assert shapes.fit(3, 0, 3, 3)[:4] == (4, 0, 4, 4)
+    assert [shapes.fit(StepShape(n, 0, n, n)).lanes for n in (1, 3, 5, 33, 64)] == [1, 4, 8, 40, 64]
+    assert shapes.fit(StepShape(3, 0, 3, 3))[:4] == (4, 0, 4, 4)

@@ -110,7 +110,7 @@ class Runner:
         """
         began = time.perf_counter()
         outputs = plan.num_lanes + len(plan.sampling_chunks())
-        shape = self._shapes.fit(
+        needed = StepShape(
             plan.num_lanes,
             len(plan.chunks),
             plan.num_tokens,
@@ -118,9 +118,9 @@ class Runner:
             plan.features,
             len(plan.block_copies),
             plan.num_ledgers,
+            len(plan.scores),
         )
-        if len(plan.scores):
-            shape = shape._replace(scores=len(plan.scores))
+        shape = self._shapes.fit(needed)
         slot.fill(plan, outputs)
         filled = time.perf_counter()
         device, window = self.device, self.activity.window

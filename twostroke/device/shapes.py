@@ -34,16 +34,7 @@ class StepShape(NamedTuple):
 class Shapes(Protocol):
     """Finds a step's shape."""
 
-    def fit(
-        self,
-        lanes: int,
-        chunks: int,
-        tokens: int,
-        sampled: int,
-        features: Feature = NO_FEATURES,
-        copies: int = 0,
-        ledgers: int = 0,
-    ) -> StepShape:
+    def fit(self, needed: StepShape) -> StepShape:
         """Return the shape for a step that needs these sizes; what it has more of each is padding."""
         ...
 
@@ -51,17 +42,8 @@ class Shapes(Protocol):
 class ExactShapes:
     """No padding."""
 
-    def fit(
-        self,
-        lanes: int,
-        chunks: int,
-        tokens: int,
-        sampled: int,
-        features: Feature = NO_FEATURES,
-        copies: int = 0,
-        ledgers: int = 0,
-    ) -> StepShape:
-        return StepShape(lanes, chunks, tokens, sampled, features, copies, ledgers)
+    def fit(self, needed: StepShape) -> StepShape:
+        return needed
 
 
 class PaddedShapes:
@@ -82,19 +64,10 @@ class PaddedShapes:
         self._chunks = Buckets.doubling(max_chunks, first=16)
         self._tokens = Buckets.eighths(max_tokens)
 
-    def fit(
-        self,
-        lanes: int,
-        chunks: int,
-        tokens: int,
-        sampled: int,
-        features: Feature = NO_FEATURES,
-        copies: int = 0,
-        ledgers: int = 0,
-    ) -> StepShape:
-        if not chunks:
-            lanes = self.decode.fit(lanes)
-            return StepShape(lanes, 0, lanes, lanes, features)
-        lanes, chunks = self._lanes.fit(lanes), self._chunks.fit(chunks)
-        tokens, sampled = self._tokens.fit(max(tokens, lanes)), min(lanes + chunks, self._max_lanes)
-        return StepShape(lanes, chunks, tokens, sampled, features, copies, ledgers)
+    def fit(self, needed: StepShape) -> StepShape:
+        if not needed.chunks:
+            lanes = self.decode.fit(needed.lanes)
+            return needed._replace(lanes=lanes, tokens=lanes, sampled=lanes)
+        lanes, chunks = self._lanes.fit(needed.lanes), self._chunks.fit(needed.chunks)
+        tokens, sampled = self._tokens.fit(max(needed.tokens, lanes)), min(lanes + chunks, self._max_lanes)
+        return needed._replace(lanes=lanes, chunks=chunks, tokens=tokens, sampled=sampled)
