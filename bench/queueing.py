@@ -12,28 +12,14 @@ import statistics
 import sys
 import time
 
-import numpy as np
 import torch
 
 from twostroke import Engine
+from twostroke.device.dummies import dummy_plan
 from twostroke.device.shapes import StepShape
-from twostroke.plan import ROW_RECORD, Plan
+from twostroke.plan import NO_FEATURES
 
 REPETITIONS = 300
-
-
-def decode_plan(step, dummy_row, lanes):
-    """A step of lanes that belong to nobody."""
-    none = np.zeros(0, np.int32)
-    return Plan(
-        step=step,
-        lane_rows=np.full(lanes, dummy_row, np.int32),
-        chunks=none.reshape(0, 4),
-        prompt_tokens=none,
-        joins=np.zeros(0, ROW_RECORD),
-        block_deltas=none.reshape(0, 4),
-        lane_deltas=none.reshape(0, 2),
-    )
 
 
 def microseconds(work):
@@ -90,7 +76,7 @@ def main(model="tiny", lanes="32"):
         parts = engine._parts
         runner, slot = parts.runner, parts.slots[0]
         with torch.inference_mode(), runner.device.current():
-            plan = decode_plan(0, lanes, lanes)
+            plan = dummy_plan(lanes, lanes, tokens=0, longest=1, features=NO_FEATURES)  # lanes that belong to nobody
             whole = whole_steps(runner, slot, plan)
             found = {name: microseconds(work) for name, work in parts_of(runner, slot, plan)}
         name = torch.cuda.get_device_name()
