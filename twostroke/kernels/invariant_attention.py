@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .paged_decode import LOG2_E
 from .sizes import next_power_of_2
+from .softmax_tile import LOG2_E, take_tile
 from .step import StepInputs
 
 
@@ -148,22 +148,10 @@ def invariant_attention_kernel(
         visible = position < length
         if WINDOW > 0:
             visible = visible & (position >= length - WINDOW)
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        # Masked loads, not only masked scores: what lies beyond may be the NaN of an earlier owner.
-        inside = visible[:, None] & (dim < HEAD_DIM)[None, :]
-        kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
-        v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        # The first tile that is worked on has a visible position, so the largest score is finite from there on.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
-        top = new_top
+        top, total, result = take_tile(
+            q, position, visible, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE,
+        )  # fmt: skip
 
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     out_token = token.to(tl.int64) * (KV_HEADS * GROUP)

@@ -16,7 +16,6 @@ lets its dependents start only after its own wait.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -28,8 +27,7 @@ from . import decode_schedule as schedule_layout
 from .decode_schedule import DecodeSchedule
 from .ops import Rotary
 from .sizes import next_power_of_2
-
-LOG2_E = math.log2(math.e)
+from .softmax_tile import LOG2_E, take_tile
 
 _RECORD = tl.constexpr(schedule_layout.RECORD)
 _ROW, _LANE = tl.constexpr(schedule_layout.ROW), tl.constexpr(schedule_layout.LANE)
@@ -318,23 +316,10 @@ def decode_kernel(
 
     for tile_begin in range(begin, end, TILE):
         position = tile_begin + offset
-        visible = position < end
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        # Masked loads, not only masked scores: what lies beyond the length may be the NaN of an earlier owner.
-        inside = visible[:, None] & dim_inside
-        kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
-        v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        # Every tile has a visible position, so the maximum is finite.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
-        top = new_top
+        top, total, result = take_tile(
+            q, position, position < end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE,
+        )  # fmt: skip
 
     # A dead lane has no position: its mean over nothing must not be NaN.
     result = result / tl.where(splits == 0, 1.0, total)[:, None]

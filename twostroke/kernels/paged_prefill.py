@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .paged_decode import LOG2_E
 from .sizes import next_power_of_2
+from .softmax_tile import LOG2_E
 
 
 class PrefillTiles(NamedTuple):
