@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.block_copy import BlockCopy
-from ..kernels.block_pack import BlockPack
 from ..kernels.cache_write import cache_write
 from ..kernels.invariant_attention import invariant_attention, invariant_tiles
 from ..kernels.ops import Rotary
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
-from .interface import Attention, LayerSpec
+from .interface import LayerSpec
+from .triton_cache import TritonCache
 
 
-class InvariantTritonAttention(Attention):
+class InvariantTritonAttention(TritonCache):
     """Writes, then attends; lanes and prompt chunks are treated alike. See `kernels.invariant_attention`."""
 
     def __init__(
@@ -24,20 +23,6 @@ class InvariantTritonAttention(Attention):
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
         self._tiles = [invariant_tiles(capability, spec.head_dim, dtype) for spec in layers]
         self._first = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def allocate(self) -> None:
-        super().allocate()
-        self._copy = BlockCopy([*self.keys, *self.values])
-        self._pack = BlockPack([*self.keys, *self.values])
-
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        self._copy(pairs)
-
-    def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
-        self._pack.pack(blocks, packed)
-
-    def unpack_blocks(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
-        self._pack.unpack(packed, blocks)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         slots = step.cache_slots[self.layers[layer].group]

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.block_copy import BlockCopy
-from ..kernels.block_pack import BlockPack
 from ..kernels.cache_write import cache_write
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.ops import Rotary
@@ -22,7 +20,8 @@ from ..kernels.paged_decode import (
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
-from .interface import Attention, LayerSpec
+from .interface import LayerSpec
+from .triton_cache import TritonCache
 
 
 class _Kind(NamedTuple):
@@ -33,7 +32,7 @@ class _Kind(NamedTuple):
     tiles: DecodeTiles
 
 
-class TritonAttention(Attention):
+class TritonAttention(TritonCache):
     """Lanes go through the split-KV kernel, prompt chunks through the tiled one, both into one output.
 
     Layers of one kind share the schedule of a step, which its first layer writes. Schedules and workspace are
@@ -73,20 +72,6 @@ class TritonAttention(Attention):
         results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
         self._step: StepInputs | None = None
-
-    def allocate(self) -> None:
-        super().allocate()
-        self._copy = BlockCopy([*self.keys, *self.values])
-        self._pack = BlockPack([*self.keys, *self.values])
-
-    def copy_blocks(self, pairs: torch.Tensor) -> None:
-        self._copy(pairs)
-
-    def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
-        self._pack.pack(blocks, packed)
-
-    def unpack_blocks(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
-        self._pack.unpack(packed, blocks)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: StepInputs) -> torch.Tensor:
         return self._attend(layer, q, k, v, None, step)
