@@ -47,7 +47,8 @@ def section(result: Result) -> str:
     if comparison is not None:
         parts.append(_markdown(comparison.table()))
     parts += [f"{peer} failed." for peer in result.failures]
-    parts.append(f"{result.date[:10]}, commit {(result.commit or 'unknown')[:10]}; {versions}.")
+    commit = result.commit or "unknown"
+    parts.append(f"{result.date[:10]}, commit {commit[:10]}{commit[40:]}; {versions}.")  # behind a hash: "+changes"
     return "\n\n".join(parts)
 
 
