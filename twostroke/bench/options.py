@@ -9,15 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Attributes:
-    repetitions: measured runs of each engine.
-    loops: loops of twostroke to measure, in this order.
-    impl, slots: of the engine, where the benchmark does not fix them. With `impl="both"`, `cases` has two.
-    deterministic: measure that mode too, beside the engine without it.
-    max_step_tokens: of the engine; None is the benchmark's own.
-    kernels: also profile a window of steady steps, kernel by kernel.
-    peers: names of other engines to measure on the same workload, see `peers.PEERS`.
-    peer_dir: folder with the peers' scripts, their models' configurations and what they import.
+    """What a benchmark has no use for must have its default, see `registry.Benchmark.takes`.
+
+    Attributes:
+        repetitions: measured runs of each engine.
+        loops: loops of twostroke to measure, in this order.
+        impl, slots: of the engine. With `impl="both"`, `cases` has two.
+        deterministic: measure that mode too, beside the engine without it.
+        max_step_tokens: of the engine; None is the benchmark's own.
+        kernels: also profile a window of steady steps, kernel by kernel.
+        peers: names of other engines to measure on the same workload, see `peers.PEERS`.
+        peer_dir: folder with the peers' scripts, their models' configurations and what they import.
     """
 
     repetitions: int
