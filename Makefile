@@ -12,7 +12,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=search
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # NOTE: triton reads this when a kernel is defined, its own library's among them: set before the imports below, as
@@ -15,6 +16,11 @@ if not torch.cuda.is_available():
 from families import save_family
 
 from twostroke.model.default_model import default_model_dir
+
+# A failure of `make test` is the change's own: the same examples every time. `make test-all` looks for new ones.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("search", derandomize=False)
+settings.load_profile("fixed")
 
 collect_ignore_glob = [
     *([] if find_spec("fastapi") else ["test_server_*.py"]),

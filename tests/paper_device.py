@@ -123,7 +123,7 @@ class PaperDevice:
             position = plan.held[place]
             row = int(rows[position])
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
-            output.tokens[position], output.flags[position] = self._sample(self.rows[row], row, bits)
+            output.tokens[position], output.flags[position] = self._sample(self.rows[row], bits)
         for place in set(range(len(plan.held))) - set(held.places.tolist()):
             self.rows[int(rows[plan.held[place]])]["length"] -= 1
 
@@ -172,7 +172,7 @@ class PaperDevice:
             return -7, 0
         self._write(row, int(state["length"]), int(state["last_token"]))
         state["length"] += 1
-        return self._sample(state, row)
+        return self._compute(state, row)
 
     def _prefill(self, row: int, start: int, tokens: list[int], samples: int) -> tuple[int, int]:
         state = self.rows[row]
@@ -181,26 +181,27 @@ class PaperDevice:
         for position, token in enumerate(tokens, start):
             self._write(row, position, token)
         state["length"] += len(tokens)
-        return self._sample(state, row) if samples else (-7, 0)
+        return self._compute(state, row) if samples else (-7, 0)
 
-    def _sample(self, state: dict, row: int, mask: np.ndarray | None = None) -> tuple[int, int]:
-        if mask is None:
-            state["version"] = self.version  # of the weights that these logits come from
-            if row in self._held:
-                return -7, 0
-        outputs = int(state["outputs"])
-        assert outputs < state["max_outputs"], "a step too many"
-        if self.nan_at.get(state["seed"]) == outputs:
-            state["done"] = 1
+    def _compute(self, state: dict, row: int) -> tuple[int, int]:
+        """Compute the logits of the row's last position, and sample from them unless the row is held."""
+        state["version"] = self.version
+        state["seen"] = self._read(row, int(state["length"]))
+        if self._is_bad(state):
             for position in range(state["good"], int(state["length"])):
                 self._write(row, position, BAD)
+        return (-7, 0) if row in self._held else self._sample(state)
+
+    def _sample(self, state: dict, mask: np.ndarray = ANY) -> tuple[int, int]:
+        """Sample from logits that are there: by now the row may have lost its blocks to another one."""
+        outputs = int(state["outputs"])
+        assert outputs < state["max_outputs"], "a step too many"
+        if self._is_bad(state):
+            state["done"] = 1
             return -7, int(Flag.ERROR)
         stops = set(state["stop_ids"].tolist()) - {-1}
-        seen = self._read(row, int(state["length"]))
-        state["good"] = int(state["length"])
-        token = next_token(
-            state["seed"], seen, outputs, int(state["min_outputs"]), stops, ANY if mask is None else mask
-        )
+        state["good"] = len(state["seen"])
+        token = next_token(state["seed"], state["seen"], outputs, int(state["min_outputs"]), stops, mask)
         state["last_token"], state["outputs"] = token, outputs + 1
         self.version_of[state["seed"], outputs] = state["version"]
         flag = Flag.TOKEN
@@ -208,6 +209,9 @@ class PaperDevice:
         flag |= Flag.LENGTH if outputs + 1 == state["max_outputs"] else 0
         state["done"] = int(flag != Flag.TOKEN)
         return token, int(flag)
+
+    def _is_bad(self, state: dict) -> bool:
+        return self.nan_at.get(state["seed"]) == int(state["outputs"])
 
 
 class PaperLink:

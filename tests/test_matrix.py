@@ -76,7 +76,7 @@ def check_pair(engine_of, reference, plain_tokens, cell, pair):
     assert not cell.preempted or any(output.preemptions for output in outputs)
 
 
-@settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=24, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pair=PAIRS, cell=st.sampled_from(CELLS))
 def test_pairs_of_parameters(engine_of, reference, plain_tokens, pair, cell):
     check_pair(engine_of, reference, plain_tokens, cell, pair)

@@ -80,3 +80,12 @@ def test_a_position_that_is_computed_again_after_an_update_is_of_the_new_weights
     shop.drain()
     shop.check_all()
     assert [version for version, _ in sample.weight_versions()] == [0, 1]
+
+
+def test_a_preempted_row_samples_after_its_blocks_went_to_another():
+    """With three steps in flight, the step that writes to those blocks is queued before the row's second part."""
+    shop = Workshop(depth=3, max_rows=2, max_step_tokens=2, block_size=1, usable_blocks=5, prefix_cache=False)
+    shop.submit(2, 4, n=3, max_thinking_tokens=1)
+    shop.drain()
+    shop.check_all()
+    assert shop.scheduler.stats().preemptions
