@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .checks import is_listed
@@ -67,8 +67,8 @@ class StructuredOutput:
     def frozen(self) -> StructuredOutput:
         """The same, checked, without lists and mappings that others may change."""
         if self.choice is not None:
-            return StructuredOutput(choice=tuple(self.choice))
-        return StructuredOutput(json_schema=self.source()[1]) if self.json_schema is not None else self
+            return replace(self, choice=tuple(self.choice))
+        return replace(self, json_schema=self.source()[1]) if self.json_schema is not None else self
 
 
 def _as_json(name: str, value: Any) -> Any:
