@@ -65,14 +65,23 @@ def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: in
     """Return `ids` as a new int32 array, or raise `InvalidRequest` that names the first bad id and its place."""
     if not is_listed(ids):
         raise InvalidRequest(f"{name}={shown(ids)} must be a list of token ids")
-    array = np.asarray(ids) if isinstance(ids, np.ndarray) else None
-    if array is None or array.dtype.kind not in "iu" or array.ndim != 1:
-        # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word.
-        for place, token in enumerate(ids):
-            require_int(f"{name}[{place}]", token)
-        array = np.array([int(t) for t in ids], dtype=object)
+    array = _as_integers(name, ids)
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if len(bad):
         place = int(bad[0])
         raise InvalidRequest(f"{name}[{place}]={shown(int(array[place]))} must be a token id in [0, {vocab_size})")
     return array.astype(np.int32)
+
+
+def _as_integers(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return `ids` as an array of integers, or raise `InvalidRequest` for the first that is none."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1:
+        return ids
+    # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word; but not where
+    # all are plain, since every prompt comes through here while the loop may wait for the interpreter's lock.
+    plain = set(map(type, ids)) <= {int}
+    tokens = list(ids) if plain else [require_int(f"{name}[{place}]", token) for place, token in enumerate(ids)]
+    try:
+        return np.array(tokens, np.int64)
+    except OverflowError:  # some are in no vocabulary
+        return np.array(tokens, object)
