@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .checks import is_listed, require_int, require_number, require_utf8, require_within
@@ -137,7 +137,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        known = {f.name for f in fields(cls)}
+        known = cls.__dataclass_fields__
         for name, value in kwargs.items():
             if name not in known:
                 raise InvalidRequest(
