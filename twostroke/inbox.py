@@ -54,7 +54,7 @@ class Inbox:
 
     def take(self, *, block: bool) -> list[Command]:
         """Return the commands that have come, oldest first; with `block`, wait for one or for the inbox to close."""
-        if not block and not self._commands and not self._timed:
+        if not block and not self._commands and not self._is_due():
             return []  # no lock in the steady state: a command that comes now is taken before the next step
         while block and not self._commands and not self._is_due() and self._closed is None:
             self._bell.acquire(timeout=self._seconds_left())
