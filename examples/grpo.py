@@ -96,7 +96,7 @@ def train(model_dir: Path, steps: int, engine: Engine | None) -> dict[str, Any]:
             num_generations=GROUP,
             per_device_train_batch_size=GROUP,
             max_completion_length=NEW_TOKENS,
-            learning_rate=5e-5,
+            learning_rate=2e-5,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,
@@ -130,7 +130,7 @@ def train(model_dir: Path, steps: int, engine: Engine | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", type=Path, help="write the result here")
     arguments = parser.parse_args()
     model_dir = default_model_dir()

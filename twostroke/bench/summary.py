@@ -69,10 +69,22 @@ def _number(value: float | None, form: str, scale: float = 1) -> str | None:
 
 
 def _extra(value: object) -> str | None:
-    """A cell for a further figure: a truth, or a number."""
+    """A cell for a further figure: a truth, or a number. A drawing gets a line of its own, see `drawings`."""
+    if isinstance(value, str):
+        return None
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:.1f}" if isinstance(value, float) else None if value is None else str(value)
+
+
+def drawings(result: Result) -> list[str]:
+    """Lines that show what runs have drawn over their time, beside what was drawn."""
+    drawn = [(run, name, value) for run in medians(result.runs) for name, value in run.extra.items()]
+    return [
+        f"|{value}| {name.replace('_', ' ')}, {run.loop} loop, {run.case}"
+        for run, name, value in drawn
+        if isinstance(value, str)
+    ]
 
 
 def kernel_table(run: Run) -> Table | None:

@@ -13,7 +13,7 @@ from ..bench.peers import PEERS
 from ..bench.registry import BENCHMARKS, find
 from ..bench.report import PRICE
 from ..bench.result import Result
-from ..bench.summary import Table, compare, kernel_table, machine_of, table_of
+from ..bench.summary import Table, compare, drawings, kernel_table, machine_of, table_of
 from ..errors import InvalidConfig
 from .folders import make_folder
 from .table import print_table
@@ -94,6 +94,8 @@ def _print_result(result: Result, price: float) -> None:
     speed = "; speed is relative to the fastest" if "speed" in table.columns else ""
     typer.echo(f"the median repetition of each engine and case{speed}\n")
     _print_table(table)
+    for line in drawings(result):
+        typer.echo(line)
     comparison = compare(result, price)
     if comparison is not None:
         typer.echo()

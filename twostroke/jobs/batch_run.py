@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..errors import QueueFull
-from ..front import Front
 from ..openai.errors import ApiError, refusals
+from ..prompts import Prompt
+from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from .answered import Answers
 from .batch_input import Line, custom_id
@@ -20,6 +22,12 @@ AHEAD = 4
 
 SUBMITTED = 2
 """Samples that the engine has at most, in its rows: those that run, and as many that are about to."""
+
+
+class Starter(Protocol):
+    """What a run asks of the engine, see `Front.start`."""
+
+    def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Handle]: ...
 
 
 @dataclass(order=True)
@@ -50,7 +58,7 @@ class BatchRun:
 
     def __init__(
         self,
-        engine: Front,
+        engine: Starter,
         rows: int,
         lines: Iterator[Line],
         reader: RequestReader,
