@@ -33,6 +33,7 @@ from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from .measure import measured_between
 from .offline import release_memory
+from .offline_workloads import MAX_STEP_TOKENS
 from .options import BenchOptions
 from .result import Result, Run, compared
 
@@ -76,6 +77,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
             slots=options.slots,
             max_rows=job.rows,
             max_model_len=job.prompt + job.longest,
+            max_step_tokens=options.step_tokens(MAX_STEP_TOKENS),
             prefix_cache=False,  # the same prompts come in every repetition
             seed=0,
         ) as engine:
@@ -89,7 +91,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         del engine
         release_memory()
     gpu = torch.cuda.get_device_name() if on_cuda else None
-    facts = asdict(job) | {"impl": options.impl, "slots": options.slots, "prefix_cache": False}
+    facts = asdict(job) | options.facts(MAX_STEP_TOKENS) | {"prefix_cache": False}
     return Result(benchmark=name, gpu=gpu, workload=facts, runs=tuple(runs))
 
 
