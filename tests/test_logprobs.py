@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from engines import MODES, running
 from sampling_oracle import Reference, keep, make_prompt, scale
 from scripted import Scripted
-from watching import quiet
+from watching import PATIENCE, Turns, make_handles, quiet
 
 from twostroke import InvalidRequest, SamplingParams
 from twostroke.request import FinishReason, Timings
@@ -140,6 +141,30 @@ def test_e01_e02_prompt_logprobs_are_those_of_the_prompts_tokens(reference, mode
             check_token(entry, logits, params.prompt_logprobs)
             assert entry.sampling_logprob is None
         check_sample(reference, prompt, output.outputs[0], params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_takes_over_a_prompt_scores_it(reference, mode):
+    """The sample that computes the prompt is cancelled before, amid and after it, and then the one in its place."""
+    prompt, params = make_prompt(20), sampled(prompt_logprobs=2, n=3, max_tokens=4)
+    with running(mode, reference.directory, max_chunk_tokens=3, prefix_cache=False) as engine:
+        (whole,) = engine.generate(prompt, params)
+        turns, amid = Turns(engine), 0
+        for turn in range(10):
+            (handle,) = make_handles(engine, [prompt], [params])
+            first, second = (
+                partial(lambda sample, scheduler: scheduler.cancel(sample), handle.samples[i]) for i in (0, 1)
+            )
+            turns.at(turn, first, *[lambda scheduler: None] * 3, second)
+            engine._start([handle])
+            output = handle.result(PATIENCE)
+            quiet(engine)
+            assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *prompt[1:]], turn
+            for entry, logits in zip(output.prompt_logprobs[1:], reference.logits(prompt[:1], prompt[1:]), strict=True):
+                check_token(entry, logits, 2)
+            assert output.outputs[2].token_ids == whole.outputs[2].token_ids
+            amid += not output.outputs[0].token_ids and not output.outputs[1].token_ids
+    assert amid > 3
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -270,7 +270,7 @@ class Sample:
         versions: of each weight version that gave it tokens, the number, and how many output tokens there were at its
             end.
         scored: prompt positions that need not be scored: they were, or nobody wants their log-probabilities. Of several
-            samples the first scores the prompt.
+            samples the one that computes the prompt scores it.
         finish_reason: why it ended; None before that.
         error: what went wrong, where the reason is `error`.
     """
@@ -294,7 +294,14 @@ class Sample:
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt
         self.seed = mix_seed(self.request.seed, self.index)
-        self.scored = 0 if self.request.wanted_prompt_logprobs and not self.index else self.prompt_len
+        self.scored = self.prompt_len
+        if not self.index:
+            self.score_prompt()
+
+    def score_prompt(self) -> None:
+        """Be the one that scores the prompt, from its beginning, if the request wants that."""
+        if self.request.wanted_prompt_logprobs:
+            self.scored = 0
 
     @property
     def prompt_len(self) -> int:

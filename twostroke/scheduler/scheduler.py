@@ -402,6 +402,7 @@ class Scheduler:
         self.batch.leave(sample, bad)
         waited = sample.state is SampleState.WAITING and not self.forks.is_pending(sample)
         if (heir := self.forks.ended(sample)) is not None:
+            heir.score_prompt()
             self.waiting.push(heir)
         sample.chain.clear()
         sample.mark_version(self.weight_version, len(sample.tokens))

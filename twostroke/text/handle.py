@@ -207,8 +207,9 @@ class Handle:
         """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
         with self._changed:
             self._add(output.index, ids, text, log.hand_over(len(ids)))
-            if output.index == 0 and self.sample.request.wanted_prompt_logprobs:
-                self._prompt_logprobs = log.prompt
+            if self.sample.request.wanted_prompt_logprobs:
+                # Of the samples that began to compute the prompt only one may have come to its end.
+                self._prompt_logprobs = max(self._prompt_logprobs or [], log.prompt, key=len)
             self._outputs[output.index] = output
             if len(ended := [output for output in self._outputs if output]) == len(self.samples):
                 self._output = self._whole(ended)
