@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..build import Parts
-from ..engine import Engine, InboxCommands
+from ..engine import Engine
 from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..request import Request, Sample
 from ..trace.glimpse import Glimpse
@@ -52,7 +52,6 @@ class HostedEngine(Engine):
         self._connection = connection
         self._samples: dict[int, Sample] = {}
         super().__init__(**arguments)
-        self._loop = InboxCommands(self._life.inbox, self._parts.scheduler)
         self._glimpse = Glimpse(self._parts.runner.activity, GLIMPSE_STEPS)
 
     @property
@@ -73,17 +72,17 @@ class HostedEngine(Engine):
     def _follow(self, command: ToEngine) -> None:
         match command:
             case Submit(entries):
-                self._loop.submit([sample for entry in entries for sample in self._admit(entry)])
+                self._commands.submit([sample for entry in entries for sample in self._admit(entry)])
             case AskStats():
                 self._life.delivery.answer(Stats(asdict(self.stats())))
             case AskLook():
                 self._life.delivery.answer(Look(asdict(self.stats()), list(self._glimpse.look())))
             case Cancel(number):
-                self._tell(number, self._loop.cancel)
+                self._tell(number, self._commands.cancel)
             case Stream(number):
-                self._tell(number, self._loop.stream)
+                self._tell(number, self._commands.stream)
             case Finish(number, count):
-                self._tell(number, lambda sample: self._loop.finish(sample, count))
+                self._tell(number, lambda sample: self._commands.finish(sample, count))
 
     def _admit(self, entry: Entry) -> list[Sample]:
         """Make the samples of an entry, which the API process has checked."""
