@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..front import Front
 from ..logprob_record import LOGPROB_RECORD
 from ..request import Sample, SampleState
+from ..scheduler.committed import Committed
 from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
 from .remote_commands import RemoteCommands
@@ -57,17 +58,6 @@ def _run_engine(connection: Connection, arguments: dict[str, Any]) -> None:
     from .engine_process import run_engine  # brings torch, which the API process has no use for
 
     run_engine(connection, arguments)
-
-
-class _Committed(NamedTuple):
-    """See `scheduler.Committed`."""
-
-    finished: list[Sample]
-    streamed: list[Sample]
-    tokens: np.ndarray
-    records: np.ndarray
-    scored: list[Sample]
-    scores: np.ndarray
 
 
 class RemoteEngine(Front):
@@ -213,7 +203,7 @@ class RemoteEngine(Front):
             records, scores = (np.frombuffer(part, LOGPROB_RECORD) for part in (message.records, message.scores))
             finished = [self._finish(ended) for ended in message.ended]
             tokens = np.frombuffer(message.tokens, np.int32)
-            self._delivery.put(_Committed(finished, streamed, tokens, records, scored, scores))
+            self._delivery.put(Committed(finished, streamed, tokens, records, scored, scores))
             self._delivery.settle()
 
     def _samples(self, numbers: bytes) -> list[Sample]:
