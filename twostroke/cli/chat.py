@@ -9,6 +9,7 @@ import typer
 
 from ..errors import InvalidConfig, InvalidRequest, shown
 from ..sampling_params import SamplingParams
+from ..server.settings import read_api_keys
 from .conversation import Conversation
 from .flags import EngineFlags, SamplingFlags, with_flags
 from .speakers import EngineSpeaker, ServerSpeaker, Speaker
@@ -50,8 +51,6 @@ def _check(params: SamplingParams) -> None:
 
 
 def _server(url: str, key_file: Path | None, engine: EngineFlags, params: SamplingParams) -> ServerSpeaker:
-    from ..server.settings import read_api_keys
-
     arguments = engine.arguments()
     model = arguments.pop("model", None)
     if arguments:

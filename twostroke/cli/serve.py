@@ -9,7 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidConfig
+from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys
 from .flags import EngineFlags, with_flags
+
+DEFAULTS = ServerSettings()
 
 
 def _option(text: str, *names: str) -> Any:
@@ -19,8 +22,8 @@ def _option(text: str, *names: str) -> Any:
 @with_flags
 def serve(
     engine: EngineFlags,
-    host: Annotated[str, _option("Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, _option("Port to listen at; 0 is any free one.")] = 8000,
+    host: Annotated[str, _option("Address to listen at.")] = DEFAULTS.host,
+    port: Annotated[int, _option("Port to listen at; 0 is any free one.")] = DEFAULTS.port,
     served_model_name: Annotated[str | None, _option("What clients call the model; its own name by default.")] = None,
     api_key_file: Annotated[
         Path | None, _option("File of keys, one a line; the variable TWOSTROKE_API_KEY holds another.")
@@ -30,11 +33,13 @@ def serve(
     ] = None,
     ssl_certfile: Annotated[Path | None, _option("PEM file of the certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, _option("PEM file of its key.")] = None,
-    max_samples: Annotated[int, _option("Most samples of one request.")] = 128,
-    max_body_bytes: Annotated[int, _option("Most bytes of a request's body.")] = 8 << 20,
-    request_timeout: Annotated[float | None, _option("Seconds that a request may take.")] = None,
-    shutdown_timeout: Annotated[float, _option("Seconds that requests have to end after SIGTERM.")] = 30.0,
-    restart: Annotated[bool, _option("Start the engine again when it has died.", "--restart")] = False,
+    max_samples: Annotated[int, _option("Most samples of one request.")] = DEFAULTS.max_samples,
+    max_body_bytes: Annotated[int, _option("Most bytes of a request's body.")] = DEFAULTS.max_body_bytes,
+    request_timeout: Annotated[float | None, _option("Seconds that a request may take.")] = DEFAULTS.request_timeout,
+    shutdown_timeout: Annotated[
+        float, _option("Seconds that requests have to end after SIGTERM.")
+    ] = DEFAULTS.shutdown_timeout,
+    restart: Annotated[bool, _option("Start the engine again when it has died.", "--restart")] = DEFAULTS.restart,
     gpu_price: Annotated[
         float | None, _option("What an hour of the GPU costs, to show what its idle time does.")
     ] = None,
@@ -46,7 +51,6 @@ def serve(
     """Serve a model over HTTP, with OpenAI's API."""
     try:
         from ..server.serve import serve as run
-        from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys
     except ModuleNotFoundError as error:
         raise InvalidConfig(f"the server needs the package {error.name}: pip install 'twostroke[server]'") from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -55,7 +59,7 @@ def serve(
     settings = ServerSettings(
         host=host,
         port=port,
-        model_name=served_model_name or arguments.get("model", "smollm2-135m"),
+        model_name=served_model_name or arguments.get("model", DEFAULTS.model_name),
         api_keys=read_api_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
         ssl_certfile=ssl_certfile,
