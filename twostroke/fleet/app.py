@@ -18,13 +18,16 @@ from .replica import Replica
 
 ROUTER = "twostroke.fleet.prefix_router.PrefixRouter"
 
+NOT_OF_REPLICAS = {"host", "port", "api_keys", "ssl_certfile", "ssl_keyfile", "restart", "shutdown_timeout"}
+"""The settings of a server that Ray Serve, or the fleet's own options, stand for."""
+
 
 class FleetOptions(BaseModel):
     """What `serve run twostroke.fleet.app:build NAME=VALUE ...` takes; a configuration file of Ray Serve too.
 
     Attributes:
         model, engine: the model, and the other arguments of `Engine`.
-        server: those of `ServerSettings` that are not about sockets and keys.
+        server: those of `ServerSettings` that are not `NOT_OF_REPLICAS`.
         api_key_file: see `read_api_keys`; read where the application is built.
         replicas: how many, or Ray Serve's autoscaling configuration.
         gpus, cpus: that a replica takes.
@@ -36,7 +39,7 @@ class FleetOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str = "smollm2-135m"
+    model: str = ServerSettings.model_name
     engine: dict[str, Any] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
     api_key_file: Path | None = None
@@ -54,9 +57,9 @@ class FleetOptions(BaseModel):
         Raises:
             InvalidConfig: one of them is not known, not used here, or out of its range.
         """
-        known = {f.name for f in fields(ServerSettings)} - {"host", "port", "api_keys", "ssl_certfile", "ssl_keyfile"}
+        known = {f.name for f in fields(ServerSettings)} - NOT_OF_REPLICAS
         for name in self.server:
-            if name not in known - {"restart", "shutdown_timeout"}:
+            if name not in known:
                 raise InvalidConfig(f"server: {name!r} is not a setting of a replica")
         settings = ServerSettings(
             **{"model_name": self.model} | self.server,
