@@ -20,15 +20,7 @@ def add_chat(router: APIRouter, service: Service) -> None:
     @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
-        body = await read_body(request, ChatRequest, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        body.check_stream()
-        params = body.params()
-        answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
-        with refusals(**body.names()):
-            prompt = await service.encode_chat(*body.prompts())
-            call = await service.start([prompt], [params])
-        return await respond(request, call, answer, stream=bool(body.stream))
+        return await _answer_chat(request, service, ChatRequest)
 
 
 def add_completions(router: APIRouter, service: Service) -> None:
@@ -52,11 +44,18 @@ def add_responses(router: APIRouter, service: Service) -> None:
     @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer a text or a chat."""
-        body = await read_body(request, ResponsesRequest, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        params = body.params()
-        answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
-        with refusals(**body.names()):
-            prompt = await service.encode_chat(*body.prompts())
-            call = await service.start([prompt], [params])
-        return await respond(request, call, answer, stream=bool(body.stream))
+        return await _answer_chat(request, service, ResponsesRequest)
+
+
+async def _answer_chat(
+    request: Request, service: Service, kind: type[ChatRequest] | type[ResponsesRequest]
+) -> Response:
+    body: ChatRequest | ResponsesRequest = await read_body(request, kind, service.settings.max_body_bytes)
+    service.check_model(body.model)
+    body.check_stream()
+    params = body.params()
+    answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
+    with refusals(**body.names()):
+        prompt = await service.encode_chat(*body.prompts())
+        call = await service.start([prompt], [params])
+    return await respond(request, call, answer, stream=bool(body.stream))
