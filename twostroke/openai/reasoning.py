@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .tags import overlap
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -51,7 +53,6 @@ class Reasoning:
 
     def _thoughts(self, text: str) -> str:
         """Hold back what may belong to the tag, and the line breaks before it."""
-        held = next(n for n in range(len(CLOSE), -1, -1) if text.endswith(CLOSE[:n]))
-        shown = text[: len(text) - held].rstrip("\n")
+        shown = text[: len(text) - overlap(text, CLOSE)].rstrip("\n")
         self._rest = text[len(shown) :]
         return shown

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .tags import overlap
 from .tools import CLOSE, OPEN, Toolbox
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\{)')
@@ -70,7 +71,7 @@ class ToolParser:
 
     def _content(self) -> Iterator[Said]:
         text, tag, after = self._rest.partition(OPEN)
-        whole = text if tag else text[: len(text) - _overlap(text, OPEN)]
+        whole = text if tag else text[: len(text) - overlap(text, OPEN)]
         # Line breaks before a call are a part of it, and so is all space between two calls.
         shown = whole.rstrip() if self.calls else whole.rstrip("\n")
         self._rest, self._state = (after, self._call) if tag else (text[len(shown) :], self._content)
@@ -132,8 +133,3 @@ class ToolParser:
     @property
     def _counts(self) -> bool:
         return self._several or self.calls == 1
-
-
-def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that `tag` begins with."""
-    return next(n for n in range(min(len(text), len(tag)), -1, -1) if text.endswith(tag[:n]))
