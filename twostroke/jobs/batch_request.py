@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from ..openai.answers import Answer
 from ..openai.call import check_outputs
 from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
@@ -30,12 +31,6 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
 
 _PLAIN = {"messages": "/v1/chat/completions", "prompt": "/v1/completions"}
 """The endpoint that a plain line means, by the key that it must have."""
-
-
-class Answer(Protocol):
-    """See `openai`."""
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, eq=False)

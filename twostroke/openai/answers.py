@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from .. import __version__
 from ..request import FinishReason
 from ..text.output import RequestOutput
+from .call import Call
 
 FINGERPRINT = f"twostroke-{__version__}"
+
+
+class Answer(Protocol):
+    """How an endpoint words what the engine says."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The body of the response."""
+
+    def events(self, call: Call) -> AsyncIterator[bytes]:
+        """The events of a stream."""
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
