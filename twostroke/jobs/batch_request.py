@@ -15,6 +15,7 @@ from ..openai.call import check_outputs
 from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
 from ..openai.errors import ApiError, from_validation_error, refusals
+from ..openai.fields import check_model
 from ..openai.responses import ResponsesRequest
 from ..prompts import encode_prompt
 from ..request import mix_seed
@@ -133,9 +134,7 @@ class RequestReader:
         return BatchRequest(line.number, custom_id(line), prompts, params, answer, body.names(), tokens)
 
     def _check(self, body: Any) -> None:
-        if body.model is not None and body.model != self._model_name:
-            message = f"the model {body.model!r} does not exist here; there is {self._model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(body.model, self._model_name)
         if body.stream:
             raise ApiError(400, "stream=true is not supported in a batch", param="stream")
         body.check_stream()

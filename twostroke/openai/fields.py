@@ -10,6 +10,13 @@ from .schema import SamplingFields, unsupported
 _Unsupported = unsupported(prompt_logprobs=(), prompt_cache_retention=(), metadata=({},), store=(False,))
 
 
+def check_model(given: str | None, name: str) -> None:
+    """Raise ApiError unless `given` is what the model is called, `name`, or None."""
+    if given is not None and given != name:
+        message = f"the model {given!r} does not exist here; there is {name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
 class GenerationFields(_Unsupported, SamplingFields):  # type: ignore[misc, valid-type]
     """What every request for text may hold.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import EngineClosed, EngineDead, InvalidConfig, QueueFull
 from ..openai.call import Call
 from ..openai.errors import ApiError
+from ..openai.fields import check_model
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.handle import Handle
@@ -90,9 +91,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless `name` is that of the model; None is."""
-        if name is not None and name != self.settings.model_name:
-            message = f"the model {name!r} does not exist here; there is {self.settings.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(name, self.settings.model_name)
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
