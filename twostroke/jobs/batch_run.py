@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import QueueFull
+from ..openai.answers import token_counts
 from ..openai.errors import ApiError, refusals
 from ..prompts import Prompt
 from ..sampling_params import SamplingParams
@@ -158,9 +159,7 @@ class BatchRun:
         except ApiError as error:
             self._fail(request.line, request.custom_id, error)
             return
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        self._output.add_answer(request.line, request.custom_id, body, prompt, completion)
+        self._output.add_answer(request.line, request.custom_id, body, *token_counts(outputs))
         self._on_change()
 
     def _fail(self, line: int, name: str, error: ApiError) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from .. import __version__
 from ..request import FinishReason
 from ..text.output import RequestOutput
-from .call import Call
+from .call import Call, samples
 
 FINGERPRINT = f"twostroke-{__version__}"
 
@@ -36,10 +36,15 @@ def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     }
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+def token_counts(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
     """Tokens in and out: prompts count once, however many samples they have."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return prompt, sum(len(sample.token_ids) for sample in samples(outputs))
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens in and out, and how many were in the cache."""
+    prompt, completion = token_counts(outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
