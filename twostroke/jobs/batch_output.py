@@ -23,22 +23,13 @@ class BatchOutput(Answers):
     Args:
         path: where answers go. errors: where errors go; None: there too.
         identity: see `Journal`.
-        group_seconds: see `GROUP_SECONDS`.
 
     Raises:
         InvalidRequest: a file is not as the journal says, or there is one, but no journal.
         OSError: a file cannot be opened.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        errors: Path | None,
-        identity: Mapping[str, Any],
-        *,
-        group_seconds: float = GROUP_SECONDS,
-    ) -> None:
-        self._group_seconds = group_seconds
+    def __init__(self, path: Path, errors: Path | None, identity: Mapping[str, Any]) -> None:
         paths = {"output": path} | ({} if errors is None else {"errors": errors})
         if len({own.absolute() for own in paths.values()}) < len(paths):
             raise InvalidRequest(f"errors={str(errors)!r} is the output itself")
@@ -92,7 +83,7 @@ class BatchOutput(Answers):
 
     def due_in(self) -> float | None:
         """Seconds until the group is old enough; None if it is empty."""
-        return max(0.0, self._since + self._group_seconds - time.perf_counter()) if self._pending else None
+        return max(0.0, self._since + GROUP_SECONDS - time.perf_counter()) if self._pending else None
 
     def flush(self) -> None:
         """Write the group; all that was added is safe once this returns.

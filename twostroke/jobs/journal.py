@@ -83,7 +83,6 @@ class DurableFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.length = os.fstat(self._file).st_size
 
