@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine import Engine
 from ..errors import BatchStopped, EngineDead, InvalidConfig
-from ..model.load import DEFAULT_MODEL, model_files
+from ..model.load import DEFAULT_MODEL, max_positions, model_files
 from ..openai.errors import ApiError
 from ..text.tokenizer import find_tokenizer
 from .batch_input import BatchInput, Shard, Survey
@@ -90,10 +90,11 @@ class BatchJob:
         """Count what there is to do, without an engine.
 
         Raises:
-            InvalidRequest: the input cannot be read. InvalidConfig: the model is not found.
+            InvalidRequest: the input cannot be read.
+            InvalidConfig, UnsupportedModel: the model is not found, or cannot run.
         """
         directory, config = model_files(self.engine.get("model", DEFAULT_MODEL))
-        longest = self.engine.get("max_model_len") or int(config["max_position_embeddings"])
+        longest = self.engine.get("max_model_len") or max_positions(config, self.engine.get("impl", "auto"))
         try:
             survey = self._input.survey()
             reader = RequestReader(find_tokenizer(directory), self.name, longest, None, survey.duplicates)

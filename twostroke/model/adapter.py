@@ -139,17 +139,13 @@ class TransformersModel:
             UnsupportedModel: transformers does not know the model type, or see the class.
         """
         device = torch.device(device)
-        model_type = config.get("model_type")
-        if model_type not in CONFIG_MAPPING:
-            raise UnsupportedModel(f"{model_type}: transformers does not know this model_type")
-        with quiet_transformers(), _named_refusals(str(model_type)):
-            parsed = AutoConfig.for_model(**config)
-            _check_model_class(parsed)
-            with device, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(
-                    parsed, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-                )
+        parsed = _parse(config)
+        random = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with quiet_transformers(), _named_refusals(parsed.model_type), device, random:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(
+                parsed, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            )
         return cls(model, compile=compile)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -236,6 +232,21 @@ class TransformersModel:
 def _one_line(error: Exception) -> str:
     """A short text of an error; those of torch's compiler fill a screen."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+
+
+def max_positions(config: dict[str, Any]) -> int:
+    """Return the most positions of a model, from the content of its `config.json`; raises as `from_config` does."""
+    return _max_positions(_parse(config))
+
+
+def _parse(config: dict[str, Any]) -> PretrainedConfig:
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModel(f"{model_type}: transformers does not know this model_type")
+    with quiet_transformers(), _named_refusals(str(model_type)):
+        parsed = AutoConfig.for_model(**config)
+        _check_model_class(parsed)
+    return parsed
 
 
 def _check_model_class(config: PretrainedConfig) -> None:

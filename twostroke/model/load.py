@@ -90,6 +90,19 @@ def model_files(name: str | os.PathLike[str]) -> tuple[Path | None, dict[str, An
     return directory, dict(PRESETS[str(name)]) if directory is None else _read_json(directory / "config.json")
 
 
+def max_positions(config: Mapping[str, Any], impl: str = "auto") -> int:
+    """Return the most positions of a model, from the content of its `config.json`.
+
+    Raises:
+        UnsupportedModel: neither kind of model can run it, or it does not say.
+    """
+    if (native := _native_config(config, impl)) is not None:
+        return native.max_positions
+    from . import adapter
+
+    return adapter.max_positions(dict(config))
+
+
 def _load(
     name: str | os.PathLike[str],
     impl: str,
