@@ -6,19 +6,14 @@ import json
 import re
 
 import pytest
+from command_line import run
 from scripted import save_small
-from typer.testing import CliRunner
 
 from twostroke import InvalidRequest, StructuredOutput
 from twostroke.cli.flags import SamplingFlags
-from twostroke.cli.main import app
 from twostroke.cli.prompts import gather
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_flags_and_lines_make_the_text_what_they_say(smollm2_dir, tmp_path):
