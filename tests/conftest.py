@@ -76,6 +76,16 @@ def ray_cluster():
 
 
 @pytest.fixture(scope="session")
+def tiny_engine():
+    """An engine process of the tiny model, for servers of different settings; whoever uses it leaves it alive."""
+    from serving import engine_process
+
+    arguments = {"model": "tiny", "device": "cpu", "num_blocks": 600, "max_rows": 4, "seed": 0}
+    with engine_process(arguments) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture(scope="session")
 def server(small_dir):
     """A server of the small model, started as a command."""
     from serving import served

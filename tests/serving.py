@@ -165,22 +165,36 @@ class Hosted(Client):
 
 
 @contextmanager
-def hosted(arguments: dict[str, Any], settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[Hosted]:
-    """Run a server in a thread, with its engine in a process."""
+def engine_process(arguments: dict[str, Any], *, restart: bool = False) -> Iterator[Supervisor]:
+    """Run an engine in a process, for one server or, one after the other, for several."""
+    supervisor = Supervisor(lambda end: RemoteEngine(arguments, on_end=end), restart=restart)
+    try:
+        yield supervisor
+    finally:
+        supervisor.close()
+
+
+@contextmanager
+def hosted(engine: Supervisor | dict[str, Any], settings: dict[str, Any] | None = None) -> Iterator[Hosted]:
+    """Run a server in a thread, of an engine that runs already, or of one that is started with these arguments."""
     made = ServerSettings(**{"port": 0, "model_name": MODEL, "shutdown_timeout": 0.0} | (settings or {}))
+    if not isinstance(engine, Supervisor):
+        with engine_process(engine, restart=made.restart) as supervisor, hosted(supervisor, settings) as server:
+            yield server
+        return
     urls: list[str] = []
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
     with bind("127.0.0.1", 0) as listener:
-        supervisor = Supervisor(lambda end: RemoteEngine(arguments, on_end=end, **engine), restart=made.restart)
-        work = serve_until(stop, made, supervisor, listener, urls.append)
+        work = serve_until(stop, made, engine, listener, urls.append)
         thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
         thread.start()
         try:
             wait_until(lambda: bool(urls))
-            yield Hosted(urls[0], supervisor)
+            server = Hosted(urls[0], engine)
+            server.wait_until_idle()
+            yield server
         finally:
             loop.call_soon_threadsafe(stop.set)
             thread.join(PATIENCE)
-            supervisor.close()
             loop.close()

@@ -77,11 +77,10 @@ def test_what_fails_is_said_and_the_rest_goes_on(server, engine_flags, expected)
         assert "max_model_len" in result.stderr
 
 
-def test_the_key(tmp_path):
+def test_the_key(tiny_engine, tmp_path):
     file = tmp_path / "key"
     file.write_text("secret\n")
-    tiny = {"model": "tiny", "device": "cpu", "num_blocks": 60}
-    with hosted(tiny, {"api_keys": ("secret",)}) as server:
+    with hosted(tiny_engine, {"api_keys": ("secret",)}) as server:
         refused = chat("Hi\n", "--url", server.url)
         assert (refused.exit_code, refused.stdout) == (1, "")
         assert "API key" in refused.stderr

@@ -257,14 +257,14 @@ def test_the_api_process_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_signals_that_reach_all_processes_are_left_to_the_parent():
+def test_signals_that_reach_all_processes_are_left_to_the_parent(tiny_engine):
     """G07: Ctrl-C in a terminal, and a service's end, reach the engine process too, which must finish its requests."""
-    with RemoteEngine(arguments()) as engine:
-        handle = engine.submit(PROMPT, greedy(300))
-        for name in (signal.SIGINT, signal.SIGTERM):
-            os.kill(engine.pid, name)
-        assert handle.result(PATIENCE).finish_reason == "length"
-        assert list(handle) == [Delta("", handle.result().token_ids, "length")]
+    engine = tiny_engine.engine
+    handle = engine.submit(PROMPT, greedy(300))
+    for name in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine.pid, name)
+    assert handle.result(PATIENCE).finish_reason == "length"
+    assert list(handle) == [Delta("", handle.result().token_ids, "length")]
 
 
 def test_the_queue_s_limit_and_time_out_hold_across_the_processes():

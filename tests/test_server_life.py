@@ -51,29 +51,40 @@ def begun(server: Any, fields: dict[str, Any]) -> socket.socket:
 # Limits
 
 
-def test_a_full_queue_is_a_429():
-    with hosted(TINY | {"max_waiting": 1}) as server, ExitStack() as connections:
+@pytest.fixture(scope="module")
+def narrow():
+    """Two rows, and room for one that waits."""
+    with hosted(TINY | {"max_waiting": 1}) as server:
+        yield server
+
+
+def test_a_full_queue_is_a_429(narrow):
+    narrow.wait_until_idle()
+    commands = narrow.supervisor.engine._remote
+    before = commands.begun
+    with ExitStack() as connections:
         for begun_before in (0, 1, 2):  # the last of them waits
-            wait_until(lambda: server.supervisor.engine._remote.begun == begun_before)  # noqa: B023
-            connections.enter_context(server.open(PATH, body(1900)))
-        wait_until(lambda: server.stats()["waiting"] == 1)
-        refused = server.post(PATH, body(2, stream=False))
+            wait_until(lambda: commands.begun == before + begun_before)  # noqa: B023
+            connections.enter_context(narrow.open(PATH, body(1900)))
+        wait_until(lambda: narrow.stats()["waiting"] == 1)
+        refused = narrow.post(PATH, body(2, stream=False))
         assert (refused.status, refused.error["type"], refused.headers["Retry-After"]) == (429, "rate_limit_error", "1")
         connections.close()
-        wait_until(lambda: server.post(PATH, body(2, stream=False)).status == 200)
+        wait_until(lambda: narrow.post(PATH, body(2, stream=False)).status == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waits_too_long(stream):
-    with hosted(TINY | {"max_rows": 1}) as server, begun(server, body(1900)):
-        late = server.post(PATH, body(2, queue_timeout=0.1, stream=stream))
+def test_a_request_that_waits_too_long(narrow, stream):
+    narrow.wait_until_idle()
+    with begun(narrow, body(1900)), begun(narrow, body(1900)):
+        late = narrow.post(PATH, body(2, queue_timeout=0.1, stream=stream))
         error = parse_events(late.data)[-1]["error"] if stream else late.error
         assert error["code"] == "queue_timeout"
         assert late.status == (200 if stream else 503)
 
 
-def test_a_request_that_takes_too_long():
-    with hosted(TINY, {"request_timeout": 0.3}) as server:
+def test_a_request_that_takes_too_long(tiny_engine):
+    with hosted(tiny_engine, {"request_timeout": 0.3}) as server:
         late = server.post(PATH, body(1900, stream=False))
         assert (late.status, late.error["code"]) == (504, "timeout")
         with server.open(PATH, body(1900)) as connection:

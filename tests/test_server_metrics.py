@@ -122,8 +122,8 @@ def test_counters_outlive_an_engine(server):
     assert all(after[name] >= before[name] for name in before if name.endswith("_total"))
 
 
-def test_metrics_need_the_key_and_have_no_price_of_their_own():
-    with hosted(TINY, {"api_keys": ("secret",)}) as server:
+def test_metrics_need_the_key_and_have_no_price_of_their_own(tiny_engine):
+    with hosted(tiny_engine, {"api_keys": ("secret",)}) as server:
         assert server.get("/metrics").status == 401
         got = server.get(
             "/metrics", Authorization="Bearer secret", Accept="application/openmetrics-text; version=1.0.0"

@@ -22,7 +22,6 @@ from twostroke.trace.colors import CAUSE_COLORS, PHASE_COLORS, STEP_COLORS
 from twostroke.trace.glimpse import Glimpse
 
 PATH = "/v1/completions"
-TINY = {"model": "tiny", "device": "cpu", "num_blocks": 200, "max_rows": 4, "seed": 0}
 KEY = "a-key-for-the-page"
 
 
@@ -47,8 +46,8 @@ class Watcher:
         self._connection.close()
 
 
-def test_what_is_to_be_seen():
-    with hosted(TINY, {"gpu_price": 2.0}) as server:
+def test_what_is_to_be_seen(tiny_engine):
+    with hosted(tiny_engine, {"gpu_price": 2.0}) as server:
         watcher = Watcher(server)
         first = watcher.next()
         assert (first["model"], first["gpu_price"], first["engine"]["spans"]) == ("small", 2.0, [])
@@ -66,12 +65,12 @@ def test_what_is_to_be_seen():
         watcher.close()
 
 
-def test_many_watchers_cost_as_much_as_one():
-    with hosted(TINY) as server, ExitStack() as stack:
+def test_many_watchers_cost_as_much_as_one(tiny_engine, monkeypatch):
+    with hosted(tiny_engine) as server, ExitStack() as stack:
         asked = []
         engine = server.supervisor.engine
         ask = engine.ask_look
-        engine.ask_look = lambda: asked.append(time.monotonic()) or ask()
+        monkeypatch.setattr(engine, "ask_look", lambda: asked.append(time.monotonic()) or ask())
         watchers = [Watcher(server) for _ in range(8)]
         for watcher in watchers:
             stack.callback(watcher.close)
@@ -80,9 +79,9 @@ def test_many_watchers_cost_as_much_as_one():
         assert len(asked) <= 8
 
 
-def test_watchers_do_not_hold_up_the_end():
+def test_watchers_do_not_hold_up_the_end(tiny_engine):
     """The stream ends as one that is complete, rather than being cut off when all time is over."""
-    with hosted(TINY) as server:
+    with hosted(tiny_engine) as server:
         watcher = Watcher(server)
         watcher.next()
     watcher.response.read()

@@ -308,16 +308,15 @@ def test_request_ids(server):
 
 
 @pytest.fixture(scope="module")
-def tiny():
-    """Few rows, no tokenizer, limits, keys, and CORS."""
+def tiny(tiny_engine):
+    """No tokenizer, limits, keys, and CORS."""
     settings = {
         "api_keys": ("key-one", "key-two"),
         "allow_origins": ("https://a.example",),
         "max_samples": 3,
         "max_body_bytes": 2000,
     }
-    arguments = {"model": "tiny", "device": "cpu", "num_blocks": 100, "max_rows": 2}
-    with hosted(arguments, settings) as server:
+    with hosted(tiny_engine, settings) as server:
         yield server
 
 

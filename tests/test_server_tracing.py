@@ -13,15 +13,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from twostroke.server import tracing
 
-TINY = {"model": "tiny", "device": "cpu", "num_blocks": 60, "max_rows": 4, "seed": 0}
 TRACE, SPAN = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 
 
-def test_spans(monkeypatch):
+def test_spans(tiny_engine, monkeypatch):
     exporter, asked = InMemorySpanExporter(), []
     monkeypatch.setattr(tracing, "OTLPSpanExporter", lambda **own: asked.append(own["endpoint"]) or exporter)
     body: dict[str, Any] = {"prompt": [3, 4, 5], "max_tokens": 6, "ignore_eos": True, "n": 2}
-    with hosted(TINY, {"otlp_traces_endpoint": "http://127.0.0.1:9/v1/traces"}) as server:
+    with hosted(tiny_engine, {"otlp_traces_endpoint": "http://127.0.0.1:9/v1/traces"}) as server:
         header = {"traceparent": f"00-{TRACE:032x}-{SPAN:016x}-01"}
         assert server.post("/v1/completions", body, **header).status == 200
         assert server.post("/v1/completions", body | {"n": 1, "stream": True}).status == 200
