@@ -54,7 +54,7 @@ def test_outputs_equal_those_of_an_engine_in_this_process(engine, local):
     text = local.generate("end", plain)[0].text
     params = [
         *(plain, SamplingParams(seed=2**64 - 1, max_tokens=20), greedy(5, skip_special_tokens=False)),
-        *(SamplingParams(seed=3, top_k=10**15, max_tokens=2**40, min_tokens=3, stop_token_ids=[5, 6]), greedy(1)),
+        *(SamplingParams(seed=3, top_k=10**15, max_tokens=2**40, min_tokens=2**39, stop_token_ids=[5, 6]), greedy(1)),
         greedy(30, stop=[text[9:14]]),
     ]
     expected = [(out.token_ids, out.text, out.finish_reason, out.seed) for out in local.generate(prompts, params)]

@@ -94,6 +94,11 @@ def _entry(number: int, request: Request) -> Entry:
         raise InvalidRequest(
             f"logits_processors={shown(request.params.logits_processors)} cannot reach an engine in another process"
         )
-    bad_words = request.rules.bad_words() or None
-    params = replace(request.params, seed=request.seed, max_tokens=request.max_tokens, bad_words=bad_words)
+    params = replace(
+        request.params,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        min_tokens=min(request.params.min_tokens, request.max_tokens),  # it may exceed what the context has room for
+        bad_words=request.rules.bad_words() or None,
+    )
     return Entry(number, request.prompt.tobytes(), params)

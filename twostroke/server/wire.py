@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         number: what both processes call its first sample; the others have the numbers after that. No user ever sees or
             chooses them.
         prompt: int32 token ids.
-        params: as the user gave them, with the seed and max_tokens that hold, and bad words as token ids.
+        params: as the user gave them, with the seed, max_tokens and min_tokens that hold, and bad words as token ids.
     """
 
     number: int
