@@ -280,6 +280,36 @@ def test_a_grammar_that_takes_too_much_work_is_refused(smollm2_dir):
         grammars.compile(StructuredOutput(regex="(.{1,5000}){1,5000}"))
 
 
+SCALES = {f"a{n}": {"type": "string"} for n in range(80)}
+AMBIGUOUS = {
+    "anyOf": [
+        {"type": "object", "properties": dict([*SCALES.items()][: n + 1]), "required": [f"a{n}"]} for n in range(80)
+    ]
+}
+"""After its first brace any of 80 objects may have begun, and any of their names may follow."""
+
+
+def test_a_grammar_that_takes_too_much_work_behind_its_first_token_is_refused(small):
+    with (
+        running("async", small) as engine,
+        pytest.raises(InvalidRequest, match=r"structured\.json_schema=.* cannot be followed: .*items; max is"),
+    ):
+        engine.submit(PROMPTS[0], SamplingParams(structured=StructuredOutput(json_schema=AMBIGUOUS)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_grammar_that_takes_too_much_work_later_on_says_so(small, mode):
+    """What submit cannot know: the error names the parameter and where it was, and ends its own sample alone."""
+    late = {"type": "object", "properties": {"a": {"const": "yes"}, "b": AMBIGUOUS}, "required": ["a", "b"]}
+    params = SamplingParams(structured=StructuredOutput(json_schema=late), temperature=0, max_tokens=60)
+    with running(mode, small) as engine:
+        failed, other = engine.generate([PROMPTS[0], PROMPTS[1]], [params, structured("regex", 0.0)])
+    assert failed.finish_reason == "error"
+    assert re.match(r"structured\.json_schema cannot be followed behind \d+ tokens: .*items; max is", failed.error)
+    assert '"yes"' in failed.text
+    assert re.fullmatch(REGEX, other.text)
+
+
 def test_without_a_tokenizer_or_an_end_there_is_no_structured_output(saved):
     with running("sync") as engine, pytest.raises(InvalidRequest, match="this model has no tokenizer"):
         engine.submit([1, 2], SamplingParams(structured=StructuredOutput(json_object=True)))

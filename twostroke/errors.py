@@ -19,6 +19,10 @@ class InvalidRequest(TwostrokeError, ValueError):
     """A prompt or a sampling parameter was refused at submit; the message names it and its value."""
 
 
+class CannotFollow(TwostrokeError, RuntimeError):
+    """A text was begun that its grammar cannot be followed through; the message names the parameter and the reason."""
+
+
 class QueueFull(TwostrokeError, RuntimeError):
     """As many requests wait as may: this one was not taken, and may be tried again later."""
 

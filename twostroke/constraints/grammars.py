@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InvalidRequest, shown
+from ..errors import CannotFollow, InvalidRequest, shown
 from ..structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
 from .constraint import allow, bar
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _KEPT = 64
 """Compiled grammars that are kept for requests to come."""
+
+_TRIED = 8
+"""First tokens that are tried at submit, before a grammar is refused because none can be followed."""
 
 _SILENT = 0
 
@@ -66,11 +69,8 @@ class Grammars:
             raise InvalidRequest(f"structured.{name}={shown(text)}: {error}") from error
         # NOTE: its default limits bound the time to about a second, and that of a mask to some milliseconds.
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=_SILENT)
-        trial = matcher.deep_copy()
-        if not trial.is_error():
-            trial.compute_bitmask()
-        if trial.is_error():
-            raise InvalidRequest(f"structured.{name}={shown(text)} cannot be followed: {_reason(trial)}")
+        if (reason := _try(matcher)) is not None:
+            raise InvalidRequest(f"structured.{name}={shown(text)} cannot be followed: {reason}")
         with self._lock:
             self._kept[source] = matcher
             if len(self._kept) > _KEPT:
@@ -79,10 +79,10 @@ class Grammars:
 
     def begin(self, structured: StructuredOutput, stop_ids: Sequence[int], jumps: bool = False) -> GrammarConstraint:
         """Return a constraint at the beginning of the text; `stop_ids` end the sample. `jumps`: it forces tokens."""
-        matcher = self.compile(structured).deep_copy()
+        matcher, (name, _) = self.compile(structured).deep_copy(), structured.source()
         assert self._vocabulary is not None
         eos_ids, ends = [self._vocabulary.eos_token, *self._eos_ids], [*self._eos_ids, *stop_ids]
-        return GrammarConstraint(matcher, eos_ids, ends, self.vocab_size if jumps else 0)
+        return GrammarConstraint(matcher, eos_ids, ends, self.vocab_size if jumps else 0, name=name)
 
     def _make_vocabulary(self) -> llguidance.LLTokenizer:
         import llguidance
@@ -99,10 +99,17 @@ class GrammarConstraint:
         eos_ids: end-of-sequence ids, of the model and of the matcher, which knows one.
         ends: what a sample may say once its text is complete. If that does not stop it, it says nothing else any more.
         forcible: tokens below this one are forced where only one text can follow; 0 for none.
+        name: of what the user gave, for messages.
     """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, eos_ids: Sequence[int], ends: Sequence[int], forcible: int = 0
+        self,
+        matcher: llguidance.LLMatcher,
+        eos_ids: Sequence[int],
+        ends: Sequence[int],
+        forcible: int = 0,
+        *,
+        name: str = "grammar",
     ) -> None:
         self.held_from = 0
         self._matcher = matcher
@@ -110,12 +117,15 @@ class GrammarConstraint:
         self._ends = ends
         self._forcible = forcible
         self._ended = False
+        self._name = name
+        self._taken = 0
 
     def advance(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._ended = self._ended or token in self._eos_ids
             if not self._ended and not self._matcher.consume_token(token):
-                raise RuntimeError(f"token {token} does not fit: {_reason(self._matcher)}")
+                raise self._failure()
+            self._taken += 1
 
     def fill(self, mask: np.ndarray) -> None:
         complete = self._ended or self._matcher.is_accepting()
@@ -124,12 +134,17 @@ class GrammarConstraint:
         else:
             words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
             if self._matcher.is_error():
-                raise RuntimeError(_reason(self._matcher))
+                raise self._failure()
             mask[:] = words[: len(mask)]
         for token in self._eos_ids:
             bar(mask, token)
         for token in self._ends if complete else ():
             allow(mask, token)
+
+    def _failure(self) -> CannotFollow:
+        return CannotFollow(
+            f"structured.{self._name} cannot be followed behind {self._taken} tokens: {_reason(self._matcher)}"
+        )
 
     def forced(self) -> list[int]:
         if not self._forcible or self._ended:
@@ -137,6 +152,24 @@ class GrammarConstraint:
         barred = {*self._eos_ids, *self._ends}
         tokens = self._matcher.compute_ff_tokens()
         return list(takewhile(lambda token: token < self._forcible and token not in barred, tokens))
+
+
+def _try(matcher: llguidance.LLMatcher) -> str | None:
+    """Why no text can be followed, as far as the first masks tell; None if one can.
+
+    NOTE: the work of a mask is limited, and some grammars take too much only once a token was taken.
+    """
+    trial = matcher.deep_copy()
+    mask = b"" if trial.is_error() else trial.compute_bitmask()
+    if trial.is_error():
+        return _reason(trial)
+    reason = None
+    for token in np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))[:_TRIED].tolist():
+        second = trial.deep_copy()
+        if second.consume_token(token) and (second.is_stopped() or second.compute_bitmask()) and not second.is_error():
+            return None
+        reason = _reason(second)
+    return reason
 
 
 def _grammar(name: str, text: str) -> str:

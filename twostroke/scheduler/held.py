@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..errors import CannotFollow
 from ..held_input import HeldInput, ProcessorCall, RowTokens
 from ..plan import NO_POSITIONS, Flag, Plan
 from ..request import Request, Sample
@@ -79,7 +80,7 @@ class _Follower:
 
     def fail(self, error: BaseException) -> None:
         """Leave the sample no token, so that it ends."""
-        self.failure = f"{type(error).__name__}: {error}"
+        self.failure = str(error) if isinstance(error, CannotFollow) else f"{type(error).__name__}: {error}"
         self.mask[:] = 0
         self.forced = []
 
