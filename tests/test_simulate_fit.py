@@ -184,11 +184,12 @@ def test_it_prints_a_row_per_number_of_replicas_and_writes_both_files(tmp_path: 
     written = json.loads((tmp_path / "x.json").read_text())
     assert [one["replicas"] for one in written["candidates"]] == [1, 2]
     assert (written["routing"], written["traffic"]["requests"]) == ("least-loaded", 60)
-    assert set(written["simulate"]) >= {"date", "commit", "gpu"}
+    assert set(written["simulate"]) >= {"date", "commit", "machine", "gpu"}
     for one in written["candidates"]:
         assert (one["requests"], one["refused"]) == (60, 0)
         assert one["cost"] == pytest.approx(36 * one["replicas"] * one["seconds"] / 3600)
         assert f"{one['tokens_per_s']:.1f}" in result.stdout
+        assert f"simulated in {one['simulated_in']['wall_seconds']:.1f} s" in result.stderr
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 

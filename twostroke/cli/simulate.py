@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench.result import current_commit, current_date
+from ..bench.result import cpu_name, current_commit, current_date, usable_cores
 from ..errors import InvalidConfig, shown
 from ..simulate.arrivals import Arrival
 from ..simulate.benchmarks import KNOWN, model_of, simulate_benchmark
@@ -147,18 +146,17 @@ def simulate(
     targets = Targets(_seconds(target_ttft_ms), _seconds(target_itl_ms))
 
     def run(settings: Settings, count: int) -> Report:
-        begun = time.perf_counter()
-        report = simulate_cluster(arrivals, settings, fitted.step_time, memory_bytes, replicas=count, routing=routing)
-        seconds = time.perf_counter() - begun
-        typer.echo(
-            f"{count} replicas: {report.requests} requests, {report.steps} steps, simulated in {seconds:.1f} s",
-            err=True,
-        )
-        return report
+        return simulate_cluster(arrivals, settings, fitted.step_time, memory_bytes, replicas=count, routing=routing)
 
     variants = parse_variants(sweep or [])
-    settings = Settings(**asdict(engine))
-    found = list(search(variants, settings, range(counts[0], counts[1] + 1), targets, run))
+    settings, found = Settings(**asdict(engine)), []
+    for one in search(variants, settings, range(counts[0], counts[1] + 1), targets, run):
+        found.append(one)
+        report, seconds = one.report, f"{one.wall_seconds:.1f} s ({one.cpu_seconds:.1f} s of CPU)"
+        typer.echo(
+            f"{report.replicas} replicas: {report.requests} requests, {report.steps} steps, simulated in {seconds}",
+            err=True,
+        )
     _print_candidates(found, targets, price)
     if png is not None:
         write_picture([(_label(one), one.report) for one in found], price, png)
@@ -245,7 +243,8 @@ def _figures(one: Candidate, price: float) -> dict[str, Any]:
         "cost": one.report.cost(price),
         "cost_per_million": one.report.cost_per_million(price),
     }
-    return {"settings": asdict(one.settings), **report, **costs, "meets_targets": one.meets}
+    simulated = {"wall_seconds": one.wall_seconds, "cpu_seconds": one.cpu_seconds}
+    return {"settings": asdict(one.settings), **report, **costs, "meets_targets": one.meets, "simulated_in": simulated}
 
 
 def _write_json(path: Path, fit: Fit, found: dict[str, Any]) -> None:
@@ -253,6 +252,7 @@ def _write_json(path: Path, fit: Fit, found: dict[str, Any]) -> None:
     facts = {
         "date": current_date(),
         "commit": current_commit(),
+        "machine": {"cpu": cpu_name(), "cores": usable_cores()},
         "model": fit.model,
         "gpu": fit.gpu,
         "step_time": asdict(fit.step_time),

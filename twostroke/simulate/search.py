@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -28,12 +29,14 @@ class Targets:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings, what they gave, and whether that meets the targets."""
+    """Settings, what they gave, whether that meets the targets, and what time it took to find out."""
 
     settings: Settings
     changed: dict[str, object]
     report: Report
     meets: bool
+    wall_seconds: float
+    cpu_seconds: float
 
 
 def search(
@@ -52,8 +55,10 @@ def search(
     for changed in variants:
         varied = replace(settings, **changed)  # type: ignore[arg-type]
         for count in counts:
+            wall, cpu = time.perf_counter(), time.process_time()
             report = run(varied, count)
-            candidate = Candidate(varied, changed, report, targets.met(report))
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            candidate = Candidate(varied, changed, report, targets.met(report), wall, cpu)
             yield candidate
             if targets.given and candidate.meets:
                 break
