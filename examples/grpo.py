@@ -1,7 +1,7 @@
 """GRPO with TRL: a small model learns to prefer short words, and twostroke makes its samples.
 
     pip install trl
-    python examples/grpo.py --json grpo.json
+    python examples/grpo.py --json bench/results
 
 TRL hands its prompts to a `rollout_func`. The one here gives them to `engine.rollout`, once the new weights are in the
 engine. Then the same training runs with TRL's own generation. On a free CPU of two cores each takes a few minutes.
@@ -10,10 +10,10 @@ engine. Then the same training runs with TRL's own generation. On a free CPU of 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from twostroke import Engine, SamplingParams
-from twostroke.bench.result import cpu_name, installed_versions, usable_cores
+from twostroke.bench.result import Result, Run
 from twostroke.model.default_model import default_model_dir
 
 QUESTIONS = (
@@ -86,8 +86,8 @@ class TimedTrainer(GRPOTrainer):
             self.seconds += time.perf_counter() - began
 
 
-def train(model_dir: Path, steps: int, engine: Engine | None) -> dict[str, Any]:
-    """Train, with samples by the engine or, without one, by TRL; return what was measured."""
+def train(model_dir: Path, steps: int, engine: Engine | None) -> Run:
+    """Train, with samples by the engine or, without one, by TRL; the run is that of making the samples."""
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -117,35 +117,39 @@ def train(model_dir: Path, steps: int, engine: Engine | None) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return {
-        "generation": "twostroke" if engine else "TRL",
-        "reward_first_steps": sum(rewards[:SHOWN_STEPS]) / SHOWN_STEPS,
-        "reward_last_steps": sum(rewards[-SHOWN_STEPS:]) / SHOWN_STEPS,
-        "rewards": rewards,
-        "generation_seconds": trainer.seconds,
-        "seconds": seconds,
-    }
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [float(entry["reward"]) for entry in logs]
+    return Run(
+        engine="twostroke" if engine else f"TRL {version('trl')}",
+        loop=None,
+        seconds=trainer.seconds,
+        tokens=round(GROUP * sum(float(entry["completions/mean_length"]) for entry in logs)),
+        extra={
+            "reward_first_steps": sum(rewards[:SHOWN_STEPS]) / SHOWN_STEPS,
+            "reward_last_steps": sum(rewards[-SHOWN_STEPS:]) / SHOWN_STEPS,
+            "rewards": rewards,
+            "training_seconds": seconds,
+        },
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--json", type=Path, help="write the result here, a file or a folder")
     arguments = parser.parse_args()
     model_dir = default_model_dir()
     with Engine(model_dir, max_rows=GROUP, num_blocks=600, seed=0) as engine:
         runs = [train(model_dir, arguments.steps, engine)]
     runs.append(train(model_dir, arguments.steps, None))
     for run in runs:
-        print(
-            f"{run['generation']}: reward {run['reward_first_steps']:.2f} -> {run['reward_last_steps']:.2f}, "
-            f"{run['generation_seconds']:.1f} s for samples of {run['seconds']:.1f} s"
+        first, last, whole = (
+            run.extra[name] for name in ("reward_first_steps", "reward_last_steps", "training_seconds")
         )
+        print(f"{run.engine}: reward {first:.2f} -> {last:.2f}, {run.seconds:.1f} s for samples of {whole:.1f} s")
     if arguments.json:
-        machine = {"cpu": cpu_name(), "cores": usable_cores(), "versions": installed_versions()}
         workload = {"steps": arguments.steps, "samples_per_step": GROUP, "max_tokens": NEW_TOKENS}
-        arguments.json.write_text(json.dumps({"machine": machine, "workload": workload, "runs": runs}, indent=1) + "\n")
+        print(Result(benchmark="grpo", gpu=None, workload=workload, runs=tuple(runs)).write(arguments.json))
 
 
 if __name__ == "__main__":
