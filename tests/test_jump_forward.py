@@ -146,6 +146,22 @@ def test_samples_that_need_every_token_sampled_do_not_jump(small, more):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_e04_log_probabilities_beside_jumps_and_in_chunks(small, mode):
+    """Each is that of its own token, where neighbours bring several tokens in one step, and prompts come in pieces."""
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[3], PROMPTS[1]]
+    free = SamplingParams(temperature=1.0, seed=4, max_tokens=30, ignore_eos=True, logprobs=1)
+    params = [jumping(0.0), jumping(1.0, logprobs=1), free, jumping(1.0, 3)]
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with running(mode, small, max_chunk_tokens=2, block_size=8) as engine:
+        outputs = engine.generate(prompts, params)
+        for prompt, output in zip(prompts[1:3], outputs[1:3], strict=True):
+            (again,) = engine.generate([[*prompt, *output.token_ids]], scored)
+            expected = [entry.logprob for entry in again.prompt_logprobs[len(prompt) :]]
+            assert [entry.token_id for entry in output.logprobs] == output.token_ids
+            assert [entry.logprob for entry in output.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_cancelled_within_a_jump(small, mode):
     with running(mode, small, max_chunk_tokens=2) as engine:
         whole = engine.generate([PROMPTS[0]], jumping(0.0))[0].token_ids

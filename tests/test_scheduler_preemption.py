@@ -1,10 +1,12 @@
 """Preemption by recomputation, on a paper device, committing at once and with steps in flight."""
 
 import numpy as np
+import pytest
 from paper_device import Workshop
 from workshops import every_depth, f19, finish, positions_of
 
 from twostroke.request import Sample, SampleState
+from twostroke.scheduler.policies.priority import Priority
 
 
 @every_depth
@@ -39,6 +41,22 @@ def test_a09_the_token_in_flight_of_a_preempted_sample_is_kept(depth):
     positions = positions_of(shop.plans, 1)
     assert len(younger.tokens) == positions + 1  # each decode position gave its token
     finish(shop)
+
+
+@every_depth
+@pytest.mark.parametrize("outputs", [0, 1, 2])
+def test_f03_preempted_after_its_first_token(depth, outputs):
+    """It prefills again, its output too, and its next token is sampled at the end of that: no count tells a prefill."""
+    shop = Workshop(depth=depth, policy=Priority(10.0), max_rows=1, max_chunk_tokens=4, prefix_cache=False)
+    low = shop.submit(6, 12)
+    shop.stream(low)
+    shop.turn()
+    while shop.known_outputs(low) < outputs:
+        shop.turn()
+    shop.submit(5, 3, priority=1)
+    finish(shop)
+    assert low.preemptions == 1
+    assert len(low.output) == 12
 
 
 def thrash(depth: int) -> Workshop:

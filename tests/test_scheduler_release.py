@@ -1,5 +1,7 @@
 """What a cancel or a finish gives back, and when; committing at once and with steps in flight."""
 
+import pickle
+
 import pytest
 from paper_device import Workshop, oracle
 from workshops import every_depth, f19, finish
@@ -159,3 +161,22 @@ def test_abandon_ends_all_oldest_first(depth):
         assert shop.commit().finished == []
     shop.check_idle()
     assert shop.scheduler.abandon().finished == []
+
+
+@every_depth
+def test_c44_a_sample_that_leaves_moves_one_lane_and_no_row(depth):
+    """Whatever a row has room for: plans are the same, and nothing behind the known tokens of a row is touched."""
+    plans, untouched = {}, -99
+    for longest in (256, 131_072):
+        shop = Workshop(depth=depth, max_model_len=longest, max_rows=4)
+        table = shop.scheduler.rows
+        table.tokens[:] = untouched
+        for length, most in ((5, 30), (6, 4), (7, 30), (8, 9), (9, 12)):
+            shop.submit(length, most)
+        finish(shop)
+        plans[longest] = [pickle.dumps(plan) for plan in shop.plans]
+        rows = {int(record["row"]) for plan in shop.plans for record in plan.joins}
+        assert sum(len(plan.joins) for plan in shop.plans) == 5, "a row was moved, or written anew"
+        assert all(len(plan.lane_deltas) <= 4 for plan in shop.plans[1:])
+        assert (table.tokens[sorted(rows), 9 + 30 + depth :] == untouched).all()
+    assert plans[256] == plans[131_072]
