@@ -196,7 +196,8 @@ class _Supply:
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[RolloutGroup | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: see `Handle`
+        self._changed = threading.Condition(self._lock)
         self._held = self._leaving = self._ended = False
         self._quiet = True
         self._thread = threading.Thread(target=self._serve, name="twostroke-rollout", daemon=True)
@@ -213,18 +214,18 @@ class _Supply:
 
     def hold(self) -> None:
         """Begin no group; return once none runs."""
-        with self._changed:
+        with self._lock:
             self._held = True
             self._changed.wait_for(lambda: self._quiet or self._ended)
 
     def release(self) -> None:
-        with self._changed:
+        with self._lock:
             self._held = False
         self._events.put(_nothing)
 
     def let_go(self) -> None:
         """Have the thread cancel what runs, and end."""
-        with self._changed:
+        with self._lock:
             self._leaving = True
         self._events.put(_nothing)
 
@@ -244,7 +245,7 @@ class _Supply:
                 group.handle.cancel()
             for group in self._groups:
                 group.handle.wait()
-            with self._changed:
+            with self._lock:
                 self._ended = True
                 self._changed.notify_all()
             self._ready.put(None)
@@ -252,7 +253,7 @@ class _Supply:
     def _refill(self) -> bool:
         """Begin groups while there is room; False if there is nothing left to do."""
         while not self._exhausted and (self._room >= self._params.n or self._room == self._ahead):
-            with self._changed:
+            with self._lock:
                 if self._held or self._leaving:
                     break
                 self._quiet = False
@@ -292,7 +293,7 @@ class _Supply:
         self._room += samples
 
     def _note_quiet(self) -> None:
-        with self._changed:
+        with self._lock:
             self._quiet = not self._groups
             if self._quiet:
                 self._changed.notify_all()

@@ -72,7 +72,9 @@ class Handle:
         self.samples = samples
         self._place = place
         self._owner = owner
-        self._changed = threading.Condition()
+        # NOTE: entered itself, and not through the condition, whose own code an interrupt can end when it has the lock.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiters: list[_Waiter] = []
         self._pieces = [_Piece() for _ in samples]
         self._outputs: list[SampleOutput | None] = [None] * len(samples)
@@ -123,7 +125,7 @@ class Handle:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended; False if `timeout` seconds went by before that."""
         seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self.done, seconds)
 
     def on_sample(self, callback: Callable[[SampleOutput], object]) -> None:
@@ -131,7 +133,7 @@ class Handle:
 
         By delivery, as with `on_end`, and before that.
         """
-        with self._changed:
+        with self._lock:
             ended = [output for output in self._outputs if output]
             self._on_sample.append(callback)
         for output in ended:
@@ -142,7 +144,7 @@ class Handle:
 
         It is called by delivery, for which all requests wait: it must return at once, and must not raise.
         """
-        with self._changed:
+        with self._lock:
             if not self.done:
                 self._on_end.append(callback)
                 return
@@ -181,14 +183,14 @@ class Handle:
 
         A sample that has ended, and of which all was taken, gives an empty delta.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._has_news(wanted))
             return self._take(wanted)
 
     async def next_delta_async(self, wanted: Sequence[int] = (0,)) -> Delta:
         """The same without blocking the asyncio loop."""
         await self._wait_async(lambda: self._has_news(wanted))
-        with self._changed:
+        with self._lock:
             return self._take(wanted)
 
     def stop(self, sample: Sample, count: int) -> None:
@@ -197,7 +199,7 @@ class Handle:
 
     def push(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Add output of sample `index` that came; called by delivery."""
-        with self._changed:
+        with self._lock:
             self._add(index, ids, text, logprobs)
             # NOTE: who waits for the whole output is not woken for a part of it.
             if self._streaming and (ids or text):
@@ -205,7 +207,7 @@ class Handle:
 
     def finish(self, output: SampleOutput, ids: Sequence[int], text: str, log: LogprobLog) -> None:
         """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
-        with self._changed:
+        with self._lock:
             self._add(output.index, ids, text, log.hand_over(len(ids)))
             if self.sample.request.wanted_prompt_logprobs:
                 # Of the samples that began to compute the prompt only one may have come to its end.
@@ -222,7 +224,7 @@ class Handle:
 
     def fail(self, error: Exception) -> None:
         """Make every wait raise `error`, now and later. Does nothing if the request has ended."""
-        with self._changed:
+        with self._lock:
             if not self.done:
                 self._error = error
                 self._notify()
@@ -230,7 +232,8 @@ class Handle:
 
     def end_in_child(self, error: Exception) -> None:
         """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiters.clear()
         self.fail(error)
 
@@ -240,7 +243,7 @@ class Handle:
             self.cancel()
 
     def _call_back(self) -> None:
-        with self._changed:
+        with self._lock:
             ended, self._on_end = (self._on_end, []) if self.done else ([], self._on_end)
         for callback in ended:
             callback(self)
@@ -296,7 +299,7 @@ class Handle:
         """Wait until `ready`; whatever ends the wait early cancels the request."""
         while True:
             waiter = _Waiter()
-            with self._changed:
+            with self._lock:
                 if ready():
                     return
                 self._waiters.append(waiter)
@@ -306,7 +309,7 @@ class Handle:
                 self.cancel()
                 raise
             # NOTE: not removed when it is woken, since its loop may be closed before it hears of that.
-            with self._changed:
+            with self._lock:
                 self._waiters.remove(waiter)
 
     async def _result_async(self) -> RequestOutput:
