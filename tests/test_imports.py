@@ -56,6 +56,7 @@ ALLOWED = {
     "plan": {"numpy", "sampling_params", "logprob_record"},
     "request": {"numpy", "checks", "sampling_params", "logit_rules", "plan"},
     "errors": set(),
+    "interrupts": set(),
     "cache": {"numpy", "request", "plan"},
     "scheduler": {"numpy", "request", "plan", "held_input", "cache", "logprob_record"},
     "constraints": {"numpy", "llguidance", "checks", "structured", "request", "text"},
@@ -96,8 +97,13 @@ ALLOWED = {
     | ENGINE
     | BELOW_ENGINE,
     "fleet": {"ray", "starlette", "pydantic", "msgspec", "openai", "server"},
-    "jobs": {"rich", "numpy", "msgspec", "pydantic", "openai", "ray", "pyarrow"} | ENGINE | BELOW_ENGINE,
-    "cli": {"typer", "rich", "torch", "bench", "trace", "server", "simulate", "jobs"} | ENGINE | BELOW_ENGINE,
+    "jobs": {"rich", "numpy", "msgspec", "pydantic", "openai", "ray", "pyarrow"}
+    | {"interrupts"}
+    | ENGINE
+    | BELOW_ENGINE,
+    "cli": {"typer", "rich", "torch", "bench", "trace", "server", "simulate", "jobs", "interrupts"}
+    | ENGINE
+    | BELOW_ENGINE,
 }
 """What each part may import, besides the standard library, itself, and (all but `kernels`) `errors`."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from twostroke.errors import BatchStopped
 from twostroke.jobs.batch_input import BatchInput
 from twostroke.jobs.batch_job import BatchJob
 from twostroke.jobs.batch_output import BatchOutput
+from twostroke.jobs.batch_progress import BatchProgress
 from twostroke.jobs.batch_request import RequestReader
 from twostroke.jobs.batch_run import AHEAD, SUBMITTED, BatchRun
 from twostroke.request import mix_seed
@@ -186,17 +189,26 @@ class Mortal(Engine):
         return super().start(prompts, params)
 
 
-def test_an_interrupt_keeps_what_was_answered(tmp_path):
+@pytest.mark.parametrize("place", ["between two answers", "amid one"])
+def test_an_interrupt_keeps_what_was_answered(tmp_path, place):
+    """Wherever Ctrl-C comes, no line is told of as done without its answer."""
     job = BatchJob(source=write_lines(tmp_path / "in", plain(30)), output=tmp_path / "out", engine=ENGINE)
-    answers = itertools.count()
+    show, add, moments = BatchProgress.show.__code__, BatchOutput.add.__code__, itertools.count()
 
-    def interrupt(*_):
-        if next(answers) == 9:
-            raise KeyboardInterrupt
+    def interrupt(frame, event, function):
+        """The line of an answer is added first, and then its text."""
+        between = (frame.f_code, event) == (show, "call")
+        amid = (frame.f_code, event) == (add, "c_return") and function.__name__ == "append"
+        if (amid if place == "amid one" else between) and next(moments) == 8:
+            signal.raise_signal(signal.SIGINT)
 
-    with mock.patch("twostroke.jobs.batch_job.BatchProgress.show", interrupt), pytest.raises(KeyboardInterrupt):
-        job.run(print)
-    assert len(read_lines(tmp_path / "out")) == 10
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            job.run(print)
+    finally:
+        sys.setprofile(None)
+    assert 0 < len(read_lines(tmp_path / "out")) < 30
     assert job.run(print).requests == 30
     assert len(tokens_by_id(tmp_path / "out")) == 30
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 from serving import hosted
+from terminal import PATIENCE, on_terminal
 from typer.testing import CliRunner
 
 from twostroke import Engine, SamplingParams
 from twostroke.cli.main import app
 
-ROOT = Path(__file__).parent.parent
-PATIENCE = 60.0
 SAMPLING = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -111,52 +101,6 @@ def test_no_server():
     result = chat("Hi\n", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "127.0.0.1:9" in result.stderr
-
-
-class Terminal:
-    """A program on a terminal of its own."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._read = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._number, text.encode())
-
-    def expect(self, text: str, count: int = 1) -> str:
-        """Wait until `text` was written `count` times; return what was written up to there since the last call."""
-        deadline = time.monotonic() + PATIENCE
-        while self._read.count(text) < count:
-            assert time.monotonic() < deadline, self._read
-            if select.select([self._number], [], [], 0.2)[0]:
-                self._read += os.read(self._number, 4096).decode(errors="replace")
-        read = text.join(self._read.split(text)[:count])
-        self._read = self._read[len(read) + len(text) :]
-        return read
-
-
-@contextmanager
-def on_terminal(*arguments: str):
-    number, theirs = pty.openpty()
-    command = [sys.executable, "-m", "twostroke", *arguments]
-    environment = os.environ | {"TERM": "dumb", "PYTHONPATH": os.fspath(ROOT)}
-    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    # A session of its own, so that the terminal is the one that Ctrl-C is typed on.
-    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_take_terminal, **streams)
-    os.close(theirs)
-    try:
-        yield process, Terminal(number)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(number)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.mark.parametrize("where", ["engine", "server"])

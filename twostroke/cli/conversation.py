@@ -8,6 +8,8 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineClosed, EngineDead, TwostrokeError
+from ..interrupts import Interrupts
+from .pulse import pulse
 from .speakers import Speaker
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ class Conversation:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, Any]] = list(self._opening)
         self._console = console
+        self._interrupts = Interrupts()
         self.asks = sys.stdin.isatty() and console.is_terminal
         self.failed = False
 
@@ -46,9 +49,18 @@ class Conversation:
             EngineDead, EngineClosed: nobody is left to answer.
             KeyboardInterrupt: there is no terminal, and Ctrl-C ends all.
         """
-        if self.asks:
-            self._console.print(HELP, style="dim", highlight=False)
-        for line in self._lines():
+        with pulse():
+            if not self.asks:
+                self._follow(map(str.strip, sys.stdin))
+                return
+            with suppress(ImportError):  # for editing and history, where there is such a library
+                import readline  # noqa: F401
+            with self._interrupts:
+                self._console.print(HELP, style="dim", highlight=False)
+                self._follow(self._asked())
+
+    def _follow(self, lines: Iterator[str]) -> None:
+        for line in lines:
             if line == "/quit":
                 return
             if line == "/reset":
@@ -56,18 +68,16 @@ class Conversation:
             elif line:
                 self._turn(line)
 
-    def _lines(self) -> Iterator[str]:
-        if not self.asks:
-            yield from map(str.strip, sys.stdin)
-            return
-        with suppress(ImportError):  # for editing and history, where there is such a library
-            import readline  # noqa: F401
+    def _asked(self) -> Iterator[str]:
         with suppress(EOFError):
             while True:
+                self._console.print("[bold]>[/bold] ", end="")
                 try:
-                    yield self._console.input("[bold]>[/bold] ").strip()
+                    line = self._interrupts.call(input)
                 except KeyboardInterrupt:
                     self._console.print("\n(/quit or Ctrl-D ends)", style="dim", highlight=False)
+                else:
+                    yield line.strip()
         self._console.print()
 
     def _turn(self, line: str) -> None:
@@ -90,7 +100,7 @@ class Conversation:
     def _answer(self, line: str, said: list[str]) -> None:
         messages = [*self._messages, {"role": "user", "content": line}]
         with closing(self._speaker.answer(messages)) as pieces:  # type: ignore[type-var]
-            for piece in pieces:
+            while (piece := self._interrupts.call(lambda: next(pieces, None))) is not None:
                 said.append(piece)
                 self._console.out(piece, end="", highlight=False)
         self._console.out("", highlight=False)

@@ -14,6 +14,7 @@ from ..errors import InvalidRequest
 from ..request import FinishReason
 from .flags import EngineFlags, SamplingFlags, with_flags
 from .prompts import Job, gather
+from .pulse import pulse
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -57,7 +58,8 @@ def _answer(engine: Engine, jobs: list[Job], printer: _JsonLines | _Text) -> lis
     start = time.perf_counter()
     handles = [_submit(engine, job) for job in jobs]
     try:
-        outputs = [printer.show(index, handle) for index, handle in enumerate(handles)]
+        with pulse():
+            outputs = [printer.show(index, handle) for index, handle in enumerate(handles)]
     except KeyboardInterrupt:
         for handle in handles:
             handle.cancel()

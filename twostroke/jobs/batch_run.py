@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import QueueFull
+from ..interrupts import Interrupts
 from ..openai.answers import token_counts
 from ..openai.errors import ApiError, refusals
 from ..prompts import Prompt
@@ -23,6 +24,9 @@ AHEAD = 4
 
 SUBMITTED = 2
 """Samples that the engine has at most, in its rows: those that run, and as many that are about to."""
+
+CHECK_SECONDS = 0.1
+"""Time between two looks for Ctrl-C while nothing ends."""
 
 
 class Starter(Protocol):
@@ -77,6 +81,7 @@ class BatchRun:
         self._ahead: list[_Waiting] = []
         self._running: dict[BatchRequest, list[Handle]] = {}
         self._samples = 0
+        self._interrupts = Interrupts()
         self._ended: queue.SimpleQueue[BatchRequest] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -85,7 +90,12 @@ class BatchRun:
         Raises:
             EngineDead, EngineClosed: the engine ended.
             OSError: the output cannot be written, or the input cannot be read.
+            KeyboardInterrupt: Ctrl-C, between two answers: what has ended is written.
         """
+        with self._interrupts:
+            self._answer()
+
+    def _answer(self) -> None:
         try:
             self._fill()
             while self._running:
@@ -102,6 +112,7 @@ class BatchRun:
     def _fill(self) -> None:
         """Read ahead, and submit as many as the engine should have."""
         while True:
+            self._interrupts.check()
             self._read_ahead()
             if not self._ahead or (self._running and self._samples >= SUBMITTED * self._rows):
                 return
@@ -139,8 +150,9 @@ class BatchRun:
 
     def _take(self) -> None:
         """Wait until a request has ended, or the group is due; take all that have ended."""
+        due = self._output.due_in()
         try:
-            self._end(self._ended.get(timeout=self._output.due_in()))
+            self._end(self._ended.get(timeout=CHECK_SECONDS if due is None else min(due, CHECK_SECONDS)))
             while True:
                 self._end(self._ended.get_nowait())
         except queue.Empty:
