@@ -7,7 +7,16 @@ from dataclasses import fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+)
 from pydantic_core import PydanticCustomError
 
 from ..errors import shown
@@ -29,8 +38,12 @@ def unsupported(**neutral: tuple[Any, ...]) -> Any:
     Args:
         neutral: for each field the values, besides null, that ask for nothing, and so may stand.
     """
-    fields: Any = {name: (Annotated[Any, AfterValidator(_only(values))], None) for name, values in neutral.items()}
+    fields: Any = {name: (_neutral(values), None) for name, values in neutral.items()}
     return create_model("Unsupported", __base__=Strict, **fields)
+
+
+def _neutral(values: tuple[Any, ...]) -> Any:
+    return Annotated[Any, AfterValidator(_only(values)), WithJsonSchema({"enum": [None, *values]})]
 
 
 def _only(neutral: tuple[Any, ...]) -> Callable[[Any, ValidationInfo], Any]:
@@ -94,9 +107,3 @@ def sampling_params(body: Any, **values: Any) -> SamplingParams:
     if given["best_of"] == 1:  # the best of one; the engine takes any best_of for a ranking, which cannot be streamed
         given["best_of"] = None
     return SamplingParams(**({name: value for name, value in given.items() if value is not None} | values))
-
-
-def request_body(kind: type[BaseModel]) -> dict[str, Any]:
-    """What the OpenAPI description says of an endpoint that takes `kind`."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.openapi.utils import get_openapi
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -16,8 +14,9 @@ from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
 from ..openai.errors import ApiError
 from ..openai.responses import ResponsesRequest
-from .auth import require_key
+from .auth import locked
 from .connection import ClientGone
+from .description import describe
 from .endpoints import add_chat, add_completions, add_responses
 from .http_errors import on_any_error, on_api_error, on_http_error
 from .info import add_info, add_probes
@@ -35,14 +34,13 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves `service`."""
     # NOTE: the pages that FastAPI shows its description with load scripts from elsewhere, so there are none.
     app = FastAPI(title="twostroke", version=__version__, docs_url=None, redoc_url=None)
-    open_to_all = APIRouter()
+    open_to_all, with_key = (APIRouter(default_response_class=Response) for _ in range(2))
     add_probes(open_to_all, service)
     add_page(open_to_all)
-    with_key = APIRouter(dependencies=[Depends(require_key(service.settings.api_keys))])
     for add in (add_chat, add_completions, add_responses, add_tokens, add_info, add_metrics, add_live):
         add(with_key, service)
     app.include_router(open_to_all)
-    app.include_router(with_key)
+    app.include_router(with_key, **locked(service.settings.api_keys))
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, on_http_error)
@@ -56,18 +54,9 @@ def create_app(service: Service) -> FastAPI:
 
         app.add_middleware(TraceParent)
     app.add_middleware(RequestLog)
-    description = _describe(app)
+    description = describe(app, BODIES)
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI description, with the bodies that the endpoints read by themselves."""
-    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    template = "#/components/schemas/{model}"
-    _, models = models_json_schema([(body, "validation") for body in BODIES], ref_template=template)
-    schema.setdefault("components", {}).setdefault("schemas", {}).update(models["$defs"])
-    return schema
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
 
+from ..openai.answer_shapes import ErrorAnswer
 from ..openai.errors import ApiError
 
 
-def require_key(keys: Sequence[str]) -> Callable[[Request], Coroutine[Any, Any, None]]:
-    """Return a dependency that lets requests pass that bear one of `keys`; all requests if there is none.
+class RequireKey(HTTPBearer):
+    """A dependency that lets requests pass that bear one of `keys`.
 
     The comparison takes the same time wherever a wrong key differs, and whichever key it is compared with.
     """
-    digests = [_digest(key.encode()) for key in keys]
 
-    async def check(request: Request) -> None:
+    def __init__(self, keys: Sequence[str]) -> None:
+        super().__init__(scheme_name="key")
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
-        matches = [hmac.compare_digest(digest, known) for known in digests]
-        if digests and not (any(matches) and scheme.lower() == "bearer"):
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if not (any(matches) and scheme.lower() == "bearer"):
             message = "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    return check
+
+def locked(keys: Sequence[str]) -> dict[str, Any]:
+    """What a router is included with that one of `keys` opens; without a key it is open to all who reach it."""
+    return {"dependencies": [Depends(RequireKey(keys))], "responses": {401: {"model": ErrorAnswer}}} if keys else {}
 
 
 def _digest(key: bytes) -> bytes:

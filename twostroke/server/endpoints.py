@@ -6,25 +6,30 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ..openai.answer_shapes import ChatCompletion, ResponseAnswer, TextCompletion
 from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
 from ..openai.errors import refusals
 from ..openai.responses import ResponsesRequest
-from ..openai.schema import request_body
 from .connection import read_body
+from .description import GENERATION, answers, request_body
 from .generation import respond
 from .service import Service
 
 
 def add_chat(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
+    said = answers(ChatCompletion, *GENERATION, streams=True)
+
+    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest), responses=said)
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         return await _answer_chat(request, service, ChatRequest)
 
 
 def add_completions(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
+    said = answers(TextCompletion, *GENERATION, streams=True)
+
+    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest), responses=said)
     async def completions(request: Request) -> Response:
         """Continue one or more prompts."""
         body = await read_body(request, CompletionRequest, service.settings.max_body_bytes)
@@ -41,7 +46,9 @@ def add_completions(router: APIRouter, service: Service) -> None:
 
 
 def add_responses(router: APIRouter, service: Service) -> None:
-    @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
+    said = answers(ResponseAnswer, *GENERATION, streams=True)
+
+    @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest), responses=said)
     async def responses(request: Request) -> Response:
         """Answer a text or a chat."""
         return await _answer_chat(request, service, ResponsesRequest)

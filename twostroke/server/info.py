@@ -8,7 +8,9 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 
 from .. import __version__
+from ..openai.answer_shapes import ModelAnswer, ModelList, Status, VersionAnswer
 from ..openai.errors import ApiError
+from .description import answers
 from .http_errors import json_response
 from .service import Service
 
@@ -16,14 +18,14 @@ from .service import Service
 def add_probes(router: APIRouter, service: Service) -> None:
     """What an orchestrator asks, without a key."""
 
-    @router.get("/health")
+    @router.get("/health", responses=answers(Status, 503))
     async def health() -> Response:
         """200 while the engine lives, else 503."""
         if not service.alive:
             raise ApiError(503, "the engine is not running", code="engine_stopped")
         return json_response({"status": "ok"})
 
-    @router.get("/ready")
+    @router.get("/ready", responses=answers(Status, 503))
     async def ready() -> Response:
         """200 while requests are admitted, else 503."""
         if not service.ready:
@@ -34,16 +36,19 @@ def add_probes(router: APIRouter, service: Service) -> None:
 def add_info(router: APIRouter, service: Service) -> None:
     created = int(time.time())
 
-    @router.get("/version")
+    @router.get("/version", responses=answers(VersionAnswer))
     async def version() -> Response:
+        """The version of this software."""
         return json_response({"version": __version__})
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=answers(ModelList, 503))
     async def models() -> Response:
+        """The one model that is served."""
         return json_response({"object": "list", "data": [_model()]})
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=answers(ModelAnswer, 404, 503))
     async def model(name: str) -> Response:
+        """The model of that name."""
         service.check_model(name)
         return json_response(_model())
 

@@ -14,6 +14,7 @@ from ..device.step_times import StepTimes
 from ..errors import EngineClosed, EngineDead
 from ..openai.events import event
 from ..trace.spans import spans_of
+from .description import EVENTS
 from .event_stream import EventStream
 from .remote_engine import RemoteEngine
 from .service import Service
@@ -92,7 +93,7 @@ def _spans(steps: Sequence[StepTimes]) -> list[tuple[str, str, int, float, float
 def add_live(router: APIRouter, service: Service) -> None:
     feed = LiveFeed(service)
 
-    @router.get("/live")
+    @router.get("/live", responses={200: EVENTS})
     async def live() -> Response:
         """What the engine does now, as events, twice a second."""
         return EventStream(feed.events())

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..errors import EngineClosed, EngineDead
+from .description import text
 from .service import Service
 
 PATIENCE = 5.0
@@ -15,7 +16,7 @@ PATIENCE = 5.0
 
 
 def add_metrics(router: APIRouter, service: Service) -> None:
-    @router.get("/metrics")
+    @router.get("/metrics", responses={200: text("text/plain", "application/openmetrics-text")})
     async def metrics(request: Request) -> Response:
         """All metrics, for Prometheus."""
         await _ask_engine(service)

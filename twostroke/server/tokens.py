@@ -5,10 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ..openai.answer_shapes import PromptText, Tokens
 from ..openai.chat_messages import Message, chat_for_template
 from ..openai.errors import ApiError, refusals
-from ..openai.schema import Strict, WireInt, request_body
+from ..openai.schema import Strict, WireInt
 from .connection import read_body
+from .description import BODY, answers, request_body
 from .http_errors import json_response
 from .service import Service
 
@@ -29,7 +31,7 @@ class DetokenizeRequest(Strict):
 
 
 def add_tokens(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize", openapi_extra=request_body(TokenizeRequest))
+    @router.post("/tokenize", openapi_extra=request_body(TokenizeRequest), responses=answers(Tokens, *BODY))
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or of a chat."""
         body = await read_body(request, TokenizeRequest, service.settings.max_body_bytes)
@@ -43,7 +45,7 @@ def add_tokens(router: APIRouter, service: Service) -> None:
                 ids = await service.encode(body.prompt or "", special_tokens=body.add_special_tokens)
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.engine.max_model_len})
 
-    @router.post("/detokenize", openapi_extra=request_body(DetokenizeRequest))
+    @router.post("/detokenize", openapi_extra=request_body(DetokenizeRequest), responses=answers(PromptText, *BODY))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids."""
         body = await read_body(request, DetokenizeRequest, service.settings.max_body_bytes)
