@@ -10,8 +10,9 @@ from paper_masks import PaperConstraints, allowed, has_mask
 from twostroke.cache.copy_costs import CopyCosts
 from twostroke.cache.host_tier import HostTier
 from twostroke.held_input import HeldInput
+from twostroke.limits import Limits
 from twostroke.plan import DUMMY_BLOCK, Flag, Plan, StepOutput
-from twostroke.request import FinishReason, Limits, Request, Sample, SampleState
+from twostroke.request import FinishReason, Request, Sample, SampleState
 from twostroke.sampling_params import SamplingParams
 from twostroke.scheduler.policy import Policy
 from twostroke.scheduler.scheduler import FIRST_COME, Committed, Scheduler
@@ -41,7 +42,7 @@ def oracle(request: Request, nan_at: int | None = None, seed: int | None = None)
     `nan_at` is the output index whose logits are NaN; `seed` that of a sample other than the first.
     """
     seed = request.seed if seed is None else seed
-    tokens, stops = request.prompt.tolist(), set(request.stop_ids.tolist())
+    tokens, stops = request.prompt.tolist(), set(request.terms.stop_ids.tolist())
     output: list[int] = []
     while len(output) < request.max_tokens:
         if len(output) == nan_at:
@@ -344,7 +345,7 @@ class Workshop:
             prompt = [(seed // 7919 + 31 * i) % VOCAB for i in range(prompt)]
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **params)
         request = Request.create(str(len(self.samples)), prompt, params, 0, self.limits)
-        samples = [Sample(request, index) for index in range(request.samples)]
+        samples = [Sample(request, index) for index in range(request.terms.samples)]
         for sample in samples:
             sample.timings.submitted = at
             if nan_at is not None:

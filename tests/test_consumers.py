@@ -137,7 +137,7 @@ def test_text_may_come_before_its_token_and_a_token_without_text():
     consumer.start()
     handle.push(0, [], "")
     handle.push(0, [], "a")
-    wait_until(lambda: not handle._pieces[0])
+    wait_until(lambda: not handle._pieces.get(0))
     handle.push(0, [7], "")
     consumer.join(PATIENCE)
     assert taken == [Delta("a", []), Delta("", [7])]

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "plan", "sampling_params", "structured", "held_input", "logprob_record"}
+WORDS = {"request", "terms", "limits", "plan", "sampling_params", "structured", "held_input", "logprob_record"}
 BELOW_ENGINE = WORDS | {
     *(
         "cache",
@@ -54,12 +54,15 @@ ALLOWED = {
     "sampling_params": {"numpy", "checks", "structured", "logprob_record"},
     "logit_rules": {"numpy", "checks", "sampling_params"},
     "plan": {"numpy", "sampling_params", "logprob_record"},
-    "request": {"numpy", "checks", "sampling_params", "logit_rules", "plan"},
+    "limits": set(),
+    "terms": {"numpy", "checks", "limits", "sampling_params", "logit_rules", "plan"},
+    "request": {"numpy", "checks", "limits", "terms", "sampling_params", "logit_rules"},
     "errors": set(),
     "interrupts": set(),
     "cache": {"numpy", "request", "plan"},
     "scheduler": {"numpy", "request", "plan", "held_input", "cache", "logprob_record"},
-    "constraints": {"numpy", "llguidance", "checks", "structured", "request", "text"},
+    "constraints": {"numpy", "llguidance", "checks", "structured", "limits", "terms", "request", "text"}
+    | {"sampling_params"},
     "kernels": {"torch", "triton"},
     "attention": {"torch", "kernels"},
     "model": {"torch", "numpy", "transformers", "safetensors", "gguf", "tokenizers", "huggingface_hub"}
@@ -83,7 +86,7 @@ ALLOWED = {
     "maintenance": {"torch", "build", "calls"} | BELOW_ENGINE,
     "lifecycle": {"calls", "torch", "build", "inbox", "watched"} | BELOW_ENGINE,
     "rollout": {"numpy", "prompts", "text", "checks"} | WORDS,
-    "front": {"progress", "prompts", "text", "constraints"} | WORDS,
+    "front": {"numpy", "progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs. tokenizers: to make one up.
     "bench": {"torch", "triton", "numpy", "transformers", "tokenizers", "jobs"} | ENGINE | BELOW_ENGINE,

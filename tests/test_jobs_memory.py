@@ -13,7 +13,8 @@ from twostroke.jobs.batch_input import BatchInput
 from twostroke.jobs.batch_output import BatchOutput
 from twostroke.jobs.batch_request import RequestReader
 from twostroke.jobs.batch_run import AHEAD, SUBMITTED, BatchRun
-from twostroke.request import FinishReason, Limits, Request, Sample
+from twostroke.limits import Limits
+from twostroke.request import FinishReason, Request, Sample
 from twostroke.text.handle import Handle
 from twostroke.text.logprobs import LogprobLog
 from twostroke.text.output import SampleOutput

@@ -18,8 +18,9 @@ from twostroke.kernels import batch as batch_layout
 from twostroke.kernels import ledger as kernel_layout
 from twostroke.kernels.batch import TorchBatchOps
 from twostroke.kernels.ledger import TorchLedgerOps
+from twostroke.limits import Limits
 from twostroke.plan import LEDGER_HEADER, NO_LEDGER, Plan
-from twostroke.request import Limits, Request, Sample
+from twostroke.request import Request, Sample
 from twostroke.scheduler.draft import row_record
 from twostroke.scheduler.ledgers import ledger_record
 

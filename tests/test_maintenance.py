@@ -79,7 +79,7 @@ def tokens_of(model):
 def begin(engine, tokens=5):
     """Submit the prompts, and wait until each has some tokens."""
     handles = [engine.stream(prompt, greedy()) for prompt in PROMPTS]
-    wait_until(lambda: all(len(handle._pieces[0].ids) >= tokens for handle in handles))
+    wait_until(lambda: all(0 in h._pieces and len(h._pieces[0].ids) >= tokens for h in handles))
     return handles
 
 

@@ -9,8 +9,9 @@ from paper_device import Workshop, oracle
 from workshops import every_depth, f19, finish, lanes_of, positions_of
 
 from twostroke.errors import InvalidRequest
+from twostroke.limits import Limits
 from twostroke.plan import Flag, StepOutput
-from twostroke.request import FinishReason, Limits, Request, Sample
+from twostroke.request import FinishReason, Request, Sample
 from twostroke.sampling_params import SamplingParams
 from twostroke.scheduler.scheduler import Scheduler
 

@@ -14,7 +14,8 @@ from test_detokenizer import SMALL, STREAMED
 from test_detokenizer import words as make_tokenizer
 from tokenizers import decoders
 
-from twostroke.request import Limits, Request
+from twostroke.limits import Limits
+from twostroke.request import Request
 from twostroke.sampling_params import SamplingParams
 from twostroke.text.detokenizer import Detokenizer
 from twostroke.text.stop_strings import StopSearch, StopStream

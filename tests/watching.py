@@ -15,7 +15,7 @@ PATIENCE = 20.0
 
 def make_handles(engine: Engine, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> list[Handle]:
     """Make requests for `engine._start`, which starts them between the same two steps: every run has the same steps."""
-    return [engine._make_handle(None, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    return engine._make_handles(prompts, params)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

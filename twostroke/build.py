@@ -30,11 +30,11 @@ from .device.streams import Device
 from .errors import InvalidConfig
 from .kernels.batch import TorchBatchOps
 from .kernels.ledger import LedgerOps, TorchLedgerOps
+from .limits import Limits
 from .model.forward import Forward
 from .model.interface import Model
 from .model.load import LoadedModel, load_model
 from .plan import NO_FEATURES, Feature, max_ledger_words
-from .request import Limits
 from .runner import MAX_PROMPT_GRAPHS, MAX_SAMPLING_GRAPHS, BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.stage import Stage

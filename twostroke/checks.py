@@ -66,11 +66,10 @@ def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: in
     if not is_listed(ids):
         raise InvalidRequest(f"{name}={shown(ids)} must be a list of token ids")
     array = _as_integers(name, ids)
-    bad = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if len(bad):
-        place = int(bad[0])
-        raise InvalidRequest(f"{name}[{place}]={shown(int(array[place]))} must be a token id in [0, {vocab_size})")
-    return array.astype(np.int32)
+    if not len(array) or (array.min() >= 0 and array.max() < vocab_size):
+        return array.astype(np.int32)
+    place = int(np.flatnonzero((array < 0) | (array >= vocab_size))[0])
+    raise InvalidRequest(f"{name}[{place}]={shown(int(array[place]))} must be a token id in [0, {vocab_size})")
 
 
 def _as_integers(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -326,13 +326,7 @@ class InboxCommands:
         return self._scheduler.begun
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        def submit(scheduler: Scheduler) -> None:
-            for sample in samples:
-                scheduler.submit(sample)
-                if sample.request.follows:
-                    scheduler.stream(sample)
-
-        self._inbox.put(submit)
+        self._inbox.put(partial(_submit, samples))
         for sample in samples:
             if (timeout := sample.request.params.queue_timeout) is not None:
                 self._inbox.put_at(sample.timings.submitted + timeout, partial(_expire, weakref.ref(sample)))
@@ -345,6 +339,13 @@ class InboxCommands:
 
     def finish(self, sample: Sample, count: int) -> None:
         self._inbox.put(lambda scheduler: scheduler.finish(sample, count))
+
+
+def _submit(samples: Sequence[Sample], scheduler: Scheduler) -> None:
+    for sample in samples:
+        scheduler.submit(sample)
+        if sample.request.terms.follows:
+            scheduler.stream(sample)
 
 
 def _expire(waiting: weakref.ref[Sample], scheduler: Scheduler) -> Committed | None:

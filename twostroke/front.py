@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from .constraints.constraints import Constraints
 from .errors import InvalidRequest, QueueFull, TwostrokeError, shown
+from .limits import Limits
 from .progress import Progress
-from .prompts import Prompt, as_prompts, encode_prompt
-from .request import Limits, Request, Sample
+from .prompts import Prompt, as_prompts, check_prompts, encode_prompt
+from .request import Request, Sample
 from .sampling_params import SEED_BITS, SamplingParams
+from .terms import KnownTerms, Terms
 from .text.delivery import Delivery
 from .text.handle import Handle
 from .text.output import RequestOutput
 from .text.tokenizer import Tokenizer
+
+DEFAULT_PARAMS = SamplingParams()
+"""Those of requests for which none are given."""
 
 
 class Commands(Protocol):
@@ -64,6 +70,8 @@ class Front:
         self.tokenizer = tokenizer
         self.limits = limits
         self._seeds = random.Random(seed)
+        self._names = random.Random()
+        self._known_terms = KnownTerms(self._make_terms)
         self._delivery = delivery
         self._commands = commands
         self._constraints = constraints
@@ -96,8 +104,7 @@ class Front:
             EngineDead, EngineClosed: the engine ended before the requests.
         """
         listed = as_prompts(prompts)
-        each = _params_for(params, len(listed))
-        handles = [self._make_handle(None, *given, place) for place, given in enumerate(zip(listed, each, strict=True))]
+        handles = self._make_handles(listed, _params_for(params, len(listed)))
         try:
             self._start(handles)
             with Progress(handles, progress) as bar:
@@ -119,7 +126,7 @@ class Front:
             QueueFull: `max_waiting` requests wait already.
             EngineDead, EngineClosed: the engine has ended.
         """
-        handle = self._make_handle(request_id, prompt, params)
+        handle = self._make_handle(prompt, params, request_id)
         self._start([handle])
         return handle
 
@@ -130,41 +137,56 @@ class Front:
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
             EngineDead, EngineClosed: the engine has ended.
         """
-        handles = [self._make_handle(None, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+        handles = self._make_handles(prompts, params)
         self._start(handles)
         return handles
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:
         """Start a request to iterate over, with `for` or `async for`; see `submit` for arguments and errors."""
-        handle = self._make_handle(request_id, prompt, params)
+        handle = self._make_handle(prompt, params, request_id)
         handle.require_streamable()
         self._start([handle])
         handle.begin_stream()
         return handle
 
-    def _make_handle(
-        self, request_id: str | None, prompt: Prompt, params: SamplingParams | None, place: int = 0
-    ) -> Handle:
-        name = f"request-{uuid.uuid4().hex}" if request_id is None else request_id
-        if not isinstance(name, str) or not name:
+    def _make_handle(self, prompt: Prompt, params: SamplingParams | None, request_id: str | None) -> Handle:
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
             raise InvalidRequest(f"request_id={shown(request_id)} must be a string that is not empty")
-        ids = encode_prompt(prompt, self.tokenizer)
-        seed = self._seeds.getrandbits(SEED_BITS)
+        (handle,) = self._make_handles([prompt], [DEFAULT_PARAMS if params is None else params], request_id)
+        return handle
+
+    def _make_handles(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None
+    ) -> list[Handle]:
+        """Check requests, and what they have in common only once; `request_id` is for a single one."""
+        terms = {id(own): own for own in params}
+        each = {key: self._known_terms.of(own) for key, own in terms.items()}
+        ids = check_prompts([encode_prompt(prompt, self.tokenizer) for prompt in prompts], self.limits.vocab_size)
+        return [
+            self._assemble(request_id, own_ids, each[id(own)], place)
+            for place, (own_ids, own) in enumerate(zip(ids, params, strict=True))
+        ]
+
+    def _make_terms(self, params: SamplingParams) -> Terms:
         encode = partial(self.tokenizer.encode, special_tokens=False) if self.tokenizer is not None else None
-        params = SamplingParams() if params is None else params
-        request = Request.create(name, ids, params, seed, self.limits, encode)
-        if request.stops and self.tokenizer is None:
-            raise InvalidRequest(f"stop={shown(request.params.stop)}: this model has no tokenizer, use stop_token_ids")
-        self._constraints.check(request)
-        return Handle([Sample(request, index) for index in range(request.samples)], self._owner, place)
+        terms = Terms.create(params, self.limits, encode)
+        if terms.stops and self.tokenizer is None:
+            raise InvalidRequest(f"stop={shown(params.stop)}: this model has no tokenizer, use stop_token_ids")
+        self._constraints.check(terms)
+        return terms
+
+    def _assemble(self, request_id: str | None, ids: np.ndarray, terms: Terms, place: int) -> Handle:
+        """The handle of a request whose parts are checked."""
+        name = f"request-{self._names.getrandbits(128):032x}" if request_id is None else request_id
+        request = Request.of(name, ids, terms, self._seeds.getrandbits(SEED_BITS), self.limits)
+        return Handle([Sample(request, index) for index in range(terms.samples)], self._owner, place)
 
     def _start(self, handles: Sequence[Handle]) -> None:
         """Hand requests to the loop, all between the same two steps."""
         samples = [sample for handle in handles for sample in handle.samples]
         self._count_in(len(samples))
         try:
-            for handle in handles:
-                self._delivery.register(handle)
+            self._delivery.register(handles)
             self._commands.submit(samples)
         except BaseException:
             self._count_in(-len(samples))
@@ -206,11 +228,11 @@ class _Owner:
             command(*arguments)
 
 
-def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params] * count
+        return [DEFAULT_PARAMS if params is None else params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
     if len(params) != count:
         raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
-    return list(params)
+    return [DEFAULT_PARAMS if own is None else own for own in params]

@@ -98,5 +98,6 @@ class Inbox:
         return self._closed is None or bool(self._commands)
 
     def _ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it rings already
-            self._bell.release()
+        if self._bell.locked():
+            with contextlib.suppress(RuntimeError):  # whoever interrupted this call has rung
+                self._bell.release()

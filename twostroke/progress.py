@@ -33,7 +33,8 @@ class Progress:
 
     def wait(self) -> None:
         """Wait until all requests have ended, in whatever order they do."""
-        for request in self._requests:
+        # NOTE: the last one first: once it has ended, so have most, and who waits for each in turn is woken by each.
+        for request in reversed(self._requests):
             while not request.wait(None if self._bar is None else _REFRESH_SECONDS):
                 self._show()
         self._show()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from .checks import require_utf8
+from .checks import require_token_ids, require_utf8
 from .errors import InvalidRequest, shown
 from .text.tokenizer import Tokenizer
 
@@ -50,3 +51,34 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
         require_utf8("prompt", prompt)
         return tokenizer.encode(prompt)
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+
+
+def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> list[np.ndarray]:
+    """Return the token ids of each prompt, int32 [P], which nobody else has.
+
+    Those of several prompts are checked together, in one array, of which each prompt gets its part.
+
+    Raises:
+        InvalidRequest: an id is no token's; the message names the first one and its place in its prompt.
+    """
+    flat = _flat(prompts) if len(prompts) > 1 else None
+    if flat is None or not len(flat) or flat.min() < 0 or flat.max() >= vocab_size:
+        return [require_token_ids("prompt", prompt, vocab_size) for prompt in prompts]
+    ids = flat.astype(np.int32)
+    ids.flags.writeable = False
+    ends = itertools.accumulate(map(len, prompts), initial=0)
+    return [ids[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _flat(prompts: Sequence[Any]) -> np.ndarray | None:
+    """The ids of all prompts, one behind the other; None if they are not all plain, and each must be looked at."""
+    kinds = set(map(type, prompts))
+    if kinds == {np.ndarray}:
+        plain = len({prompt.dtype for prompt in prompts}) == 1 and prompts[0].dtype.kind in "iu"
+        return np.concatenate(prompts) if plain and all(prompt.ndim == 1 for prompt in prompts) else None
+    if not kinds <= {list, tuple} or not set(map(type, itertools.chain.from_iterable(prompts))) <= {int}:
+        return None
+    try:
+        return np.fromiter(itertools.chain.from_iterable(prompts), np.int64, sum(map(len, prompts)))
+    except OverflowError:  # some are in no vocabulary
+        return None

@@ -1,6 +1,7 @@
 """Requests and samples: what a user asked for, and one continuation of it.
 
-Everything in this file is plain Python and numpy. Validation is in one place, `Request.create`, which runs at submit.
+Everything in this file is plain Python and numpy. Validation runs at submit: of parameters in `Terms.create`, of the
+rest in `Request.of`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from .checks import require_token_ids
 from .errors import InvalidRequest, shown
-from .logit_rules import Encode, LogitRules
-from .plan import LEDGER_FEATURES, NO_FEATURES, Feature
-from .sampling_params import MAX_STOP_IDS, SEED_BITS, SamplingParams, stop_strings
+from .limits import Limits
+from .logit_rules import Encode
+from .sampling_params import SEED_BITS, SamplingParams
+from .terms import Terms
 
 
 class FinishReason(StrEnum):
@@ -30,106 +30,27 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a request is checked against: facts of the model and of the cache."""
-
-    vocab_size: int
-    max_model_len: int
-    """Prompt + output tokens of one sample may not exceed this."""
-    block_size: int
-    usable_blocks: int
-    """Blocks of the cache that requests can have (the dummy block is not among them)."""
-    eos_ids: tuple[int, ...] = ()
-    priorities: bool = False
-    """The scheduler's policy heeds them."""
-    max_waiting: int | None = None
-    """Most samples that may wait before they begin to run; None is any number."""
-    max_ledgers: int = 1
-    """Samples that can have a ledger at once."""
-
-    @property
-    def cache_positions(self) -> int:
-        """KV positions that one sample can have at most."""
-        return self.usable_blocks * self.block_size
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Request:
     """A checked request: every field can be used as it is.
 
     Attributes:
         id: unique among the requests that are alive.
         prompt: token ids, int32 [P], read-only.
-        params: as the user gave them; what is read of them after submit cannot be changed any more.
+        terms: what it asks for beside the prompt; other requests may have the same.
         seed: the 64-bit key of the random numbers, drawn by the engine if the user gave none.
         max_tokens: the tokens that the sample can have, clamped to the context limit; >= 1.
-        stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
-            `MAX_STOP_IDS`.
-        rules: the tokens that it favours, and those that it must not have.
-        stops: the stop strings, each once.
     """
 
     id: str
     prompt: np.ndarray
-    params: SamplingParams
+    terms: Terms
     seed: int
     max_tokens: int
-    stop_ids: np.ndarray
-    rules: LogitRules
-    stops: tuple[str, ...] = ()
 
     @property
-    def samples(self) -> int:
-        """Samples that run; with `best_of` more than are returned."""
-        return self.params.best_of or self.params.n
-
-    @property
-    def wanted_logprobs(self) -> int:
-        """What each output token needs: 0 for no log-probabilities, or 1 + how many of the most likely tokens."""
-        params = self.params
-        return 1 + params.logprobs if params.logprobs is not None else int(params.best_of is not None)
-
-    @property
-    def wanted_prompt_logprobs(self) -> int:
-        """The same of the prompt's tokens."""
-        return 0 if self.params.prompt_logprobs is None else 1 + self.params.prompt_logprobs
-
-    @property
-    def follows(self) -> bool:
-        """Whether delivery must have its tokens as they come: it searches them, or collects what comes with them."""
-        return bool(self.stops or self.wanted_logprobs)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its tokens must be known on the CPU before the next one is sampled."""
-        params = self.params
-        return bool(
-            params.structured is not None or params.max_thinking_tokens is not None or len(params.logits_processors)
-        )
-
-    @property
-    def is_forcible(self) -> bool:
-        """Whether a token of which there is no choice need not be sampled: neither device nor user misses that."""
-        return not self.features & (LEDGER_FEATURES | Feature.LOGPROBS) and not len(self.params.logits_processors)
-
-    @cached_property
-    def features(self) -> Feature:
-        """What its sampling needs beyond the common case."""
-        params, rules, found = self.params, self.rules, NO_FEATURES
-        if rules.restricted or len(rules.biases):
-            found |= Feature.BIAS
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-            found |= Feature.PENALTIES
-        if params.no_repeat_ngram_size:
-            found |= Feature.NGRAMS
-        if rules.sequences:
-            found |= Feature.BAD_WORDS
-        if params.typical_p < 1:
-            found |= Feature.TYPICAL
-        if self.wanted_logprobs:
-            found |= Feature.LOGPROBS
-        return found
+    def params(self) -> SamplingParams:
+        return self.terms.params
 
     @classmethod
     def create(
@@ -141,62 +62,44 @@ class Request:
         limits: Limits,
         encode: Encode | None = None,
     ) -> Request:
-        """Check a request against `limits`.
-
-        `seed` is used where `params.seed` is None; `encode` turns bad words into token ids, if there is a tokenizer.
+        """Check a request against `limits`; see `Terms.create` and `of`.
 
         Raises:
             InvalidRequest: a parameter is out of range, or the request can never fit; the message has the numbers.
         """
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={shown(params)} must be a SamplingParams")
-        params.validate()
-        params = params.frozen()
-        if params.priority and not limits.priorities:
-            raise InvalidRequest(f"priority={params.priority} needs an engine with policy='priority'")
-        ids = require_token_ids("prompt", prompt, limits.vocab_size)
-        if len(ids) == 0:
-            raise InvalidRequest("prompt=[] is empty: at least one token is needed")
-        blocks = -(-len(ids) // limits.block_size)
-        if blocks > limits.usable_blocks:
-            raise InvalidRequest(
-                f"prompt of {len(ids)} tokens needs {blocks} blocks of {limits.block_size}, the cache has "
-                f"{limits.usable_blocks} usable"
-            )
-        if len(ids) >= limits.max_model_len:
-            raise InvalidRequest(
-                f"prompt of {len(ids)} tokens leaves no room for output: max_model_len={limits.max_model_len}"
-            )
-        max_tokens = _resolve_max_tokens(params.max_tokens, len(ids), limits)
-        stops = require_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
-        eos = () if params.ignore_eos else limits.eos_ids
-        stop_ids = np.array(sorted({*eos, *stops.tolist()}), np.int32)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids={shown(list(params.stop_token_ids))}: with the model's end-of-sequence ids there are "
-                f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported"
-            )
-        rules = LogitRules.create(params, limits.vocab_size, encode)
-        seed = seed if params.seed is None else int(params.seed)
-        ids.flags.writeable = stop_ids.flags.writeable = False
-        request = cls(request_id, ids, params, seed, max_tokens, stop_ids, rules, stop_strings(params.stop))
-        if request.features & LEDGER_FEATURES and not limits.max_ledgers:
-            asked = next(name for name in _LEDGER_PARAMETERS if _is_set(name, getattr(params, name)))
-            raise InvalidRequest(f"{asked}={shown(getattr(params, asked))} needs a ledger, but max_ledgers=0")
-        return request
+        terms = Terms.create(params, limits, encode)
+        return cls.of(request_id, require_token_ids("prompt", prompt, limits.vocab_size), terms, seed, limits)
+
+    @classmethod
+    def of(cls, request_id: str, ids: np.ndarray, terms: Terms, seed: int, limits: Limits) -> Request:
+        """A request of what was checked before: `ids`, int32 [P], which nobody writes to any more, and `terms`.
+
+        `seed` is used where the parameters have none.
+
+        Raises:
+            InvalidRequest: it can never fit; the message has the numbers.
+        """
+        params, length = terms.params, len(ids)
+        _require_room(length, limits)
+        max_tokens = _resolve_max_tokens(params.max_tokens, length, limits)
+        ids.flags.writeable = False
+        return cls(request_id, ids, terms, seed if params.seed is None else int(params.seed), max_tokens)
 
 
-_LEDGER_PARAMETERS = (
-    *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
-"""Parameters for which a row needs a ledger."""
-
-
-def _is_set(name: str, value: Any) -> bool:
-    """Whether a parameter, which was checked, asks for anything: a list that is not empty, or another number."""
-    default = getattr(SamplingParams, name)
-    return bool(value != default) if default is not None else value is not None and len(value) > 0
+def _require_room(length: int, limits: Limits) -> None:
+    """Raise `InvalidRequest` for a prompt of `length` tokens that leaves no room for output, or is empty."""
+    if length == 0:
+        raise InvalidRequest("prompt=[] is empty: at least one token is needed")
+    blocks = -(-length // limits.block_size)
+    if blocks > limits.usable_blocks:
+        raise InvalidRequest(
+            f"prompt of {length} tokens needs {blocks} blocks of {limits.block_size}, the cache has "
+            f"{limits.usable_blocks} usable"
+        )
+    if length >= limits.max_model_len:
+        raise InvalidRequest(
+            f"prompt of {length} tokens leaves no room for output: max_model_len={limits.max_model_len}"
+        )
 
 
 def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> int:
@@ -242,7 +145,7 @@ class SampleState(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(slots=True)
 class Timings:
     """Moments of a sample's life, in seconds of `time.perf_counter`; None until they happened."""
 
@@ -252,7 +155,7 @@ class Timings:
     finished: float | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sample:
     """One continuation of a request. Owned by the loop's thread from submit until it is FINISHED.
 
@@ -263,6 +166,7 @@ class Sample:
         state: see `SampleState`.
         order: arrival number, given by the scheduler; smaller is older.
         rank: given by the scheduler's policy; of two samples the one of smaller rank goes first.
+        prompt_len: tokens of the prompt.
         tokens: prompt and output token ids, int32; current whenever the sample has no row.
         chain: digests of the full blocks of `tokens`, as far as the prefix cache needed them.
         cached_tokens: prompt tokens that its first admission found in the prefix cache.
@@ -281,11 +185,12 @@ class Sample:
     state: SampleState = SampleState.WAITING
     order: int = -1
     rank: float = 0.0
+    prompt_len: int = field(init=False)
     tokens: np.ndarray = field(init=False)
     chain: list[bytes] = field(default_factory=list, repr=False)
     cached_tokens: int = 0
     preemptions: int = 0
-    versions: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    versions: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     scored: int = field(init=False)
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -293,6 +198,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt
+        self.prompt_len = len(self.tokens)
         self.seed = mix_seed(self.request.seed, self.index)
         self.scored = self.prompt_len
         if not self.index:
@@ -300,12 +206,8 @@ class Sample:
 
     def score_prompt(self) -> None:
         """Be the one that scores the prompt, from its beginning, if the request wants that."""
-        if self.request.wanted_prompt_logprobs:
+        if self.request.terms.wanted_prompt_logprobs:
             self.scored = 0
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
 
     @property
     def output(self) -> np.ndarray:
@@ -316,12 +218,12 @@ class Sample:
         """Note that of the first `length` tokens all that belong to no earlier weight version belong to this one."""
         outputs = length - self.prompt_len
         if outputs > (self.versions[-1][1] if self.versions else 0):
-            self.versions.append((version, outputs))
+            self.versions += ((version, outputs),)
 
     def unmark_versions(self, length: int) -> None:
         """Take back what was noted of tokens behind the first `length`: they did not come, and will be sampled anew."""
         outputs = length - self.prompt_len
-        self.versions = [(version, min(end, outputs)) for version, end in self.versions]
+        self.versions = tuple((version, min(end, outputs)) for version, end in self.versions)
 
     def weight_versions(self, kept: int | None = None) -> list[tuple[int, int]]:
         """(version, output tokens) in the order in which they came, of the first `kept` output tokens or all."""

@@ -21,8 +21,8 @@ from ..constraints.constraints import Constraints
 from ..engine import InboxCommands
 from ..front import Front
 from ..inbox import Inbox
+from ..limits import Limits
 from ..plan import Flag, StepOutput
-from ..request import Limits
 from ..sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.delivery import Delivery

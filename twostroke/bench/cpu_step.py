@@ -36,8 +36,9 @@ from ..device.slot import Slot, StepBuffers
 from ..errors import EngineClosed, TwostrokeError
 from ..inbox import Inbox
 from ..lifecycle import LOOPS
+from ..limits import Limits
 from ..plan import Flag, Plan, StepOutput
-from ..request import Limits, Request, Sample
+from ..request import Request, Sample
 from ..runner import Runner
 from ..sampling_params import SamplingParams
 from ..scheduler.committed import Committed
@@ -141,8 +142,7 @@ def _submit(case: Case, inbox: Inbox, delivery: Delivery) -> list[Sample]:
     """Leave the case's requests in the inbox; returns the samples that get rows."""
     handles = [Handle([Sample(make_request(index))], _Nobody()) for index in range(case.rows + case.waiting)]
     samples = [handle.sample for handle in handles]
-    for handle in handles:
-        delivery.register(handle)
+    delivery.register(handles)
 
     def submit(scheduler: Scheduler) -> None:
         for sample in samples:

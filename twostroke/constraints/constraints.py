@@ -8,7 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..checks import require_token_ids, require_utf8
 from ..errors import InvalidRequest, shown
-from ..request import Limits, Request
+from ..limits import Limits
+from ..request import Request
+from ..sampling_params import SamplingParams
+from ..terms import Terms
 from ..text.tokenizer import Tokenizer
 from .constraint import Constraint
 from .grammars import Grammars
@@ -34,31 +37,31 @@ class Constraints:
         threads = min(_THREADS, os.cpu_count() or 1)
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="twostroke-masks")
 
-    def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if what `request` asks for cannot be followed; a grammar is compiled for it."""
-        params = request.params
+    def check(self, terms: Terms) -> None:
+        """Raise `InvalidRequest` if what `terms` ask for cannot be followed; a grammar is compiled for it."""
+        params = terms.params
         if params.structured is not None:
             if self._grammars is None:
                 raise InvalidRequest(f"structured={shown(params.structured)}: this model has no tokenizer")
-            if not self._limits.eos_ids and not len(request.stop_ids):
+            if not self._limits.eos_ids and not len(terms.stop_ids):
                 raise InvalidRequest(
                     f"structured={shown(params.structured)}: without an end-of-sequence id of the model, only "
                     "stop_token_ids can end the text: give some"
                 )
             self._grammars.compile(params.structured)
         if params.max_thinking_tokens is not None:
-            self._thinking_ids(request)
+            self._thinking_ids(params)
 
     def begin(self, request: Request) -> Constraint | None:
         """Return the constraint of a new sample of `request`, which was checked; None if it has none."""
-        params, answer = request.params, None
+        params, terms, answer = request.params, request.terms, None
         if params.structured is not None:
             assert self._grammars is not None
-            jumps = params.structured.jump_forward and request.is_forcible
-            answer = self._grammars.begin(params.structured, request.stop_ids.tolist(), jumps)
+            jumps = params.structured.jump_forward and terms.is_forcible
+            answer = self._grammars.begin(params.structured, terms.stop_ids.tolist(), jumps)
         if params.max_thinking_tokens is None:
             return answer
-        start, end = self._thinking_ids(request)
+        start, end = self._thinking_ids(params)
         # NOTE: no sample is longer than that, and the rows' counters could not hold every integer.
         budget = min(int(params.max_thinking_tokens), self._limits.max_model_len)
         return ThinkingBudget(request.prompt.tolist(), start, end, budget, answer)
@@ -71,8 +74,7 @@ class Constraints:
         """End the workers; what they have not begun is dropped."""
         self._workers.shutdown(wait=True, cancel_futures=True)
 
-    def _thinking_ids(self, request: Request) -> tuple[list[int], list[int]]:
-        params = request.params
+    def _thinking_ids(self, params: SamplingParams) -> tuple[list[int], list[int]]:
         return (
             self._marker("thinking_start", params.thinking_start, "<think>"),
             self._marker("thinking_end", params.thinking_end, "</think>"),

@@ -32,13 +32,13 @@ def row_record(row: int, sample: Sample, known: int, length: int, ledger: int) -
     Values that are checked as Python numbers are brought into the range of the record's types without a change of
     meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
     """
-    request, params = sample.request, sample.request.params
+    terms, params = sample.request.terms, sample.request.params
     record = np.zeros(1, ROW_RECORD)
     record["row"] = row
     record["length"] = length
     record["outputs"] = known - sample.prompt_len
     record["min_outputs"] = min(params.min_tokens, INT32_MAX)
-    record["max_outputs"] = request.max_tokens
+    record["max_outputs"] = sample.request.max_tokens
     record["temperature"] = min(float(params.temperature), float(FLOAT32.max))
     record["top_k"] = min(max(params.top_k, 0), INT32_MAX)
     record["top_p"] = max(float(params.top_p), float(FLOAT32.tiny))
@@ -50,10 +50,10 @@ def row_record(row: int, sample: Sample, known: int, length: int, ledger: int) -
     record["repetition"] = params.repetition_penalty
     record["ngram_size"] = min(params.no_repeat_ngram_size, INT32_MAX)
     record["ledger"] = ledger
-    record["logprobs"] = request.wanted_logprobs
-    record["prompt_logprobs"] = request.wanted_prompt_logprobs
+    record["logprobs"] = terms.wanted_logprobs
+    record["prompt_logprobs"] = terms.wanted_prompt_logprobs
     record["stop_ids"] = -1
-    record["stop_ids"][0, : len(request.stop_ids)] = request.stop_ids
+    record["stop_ids"][0, : len(terms.stop_ids)] = terms.stop_ids
     return record
 
 

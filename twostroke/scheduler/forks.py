@@ -50,7 +50,7 @@ class Forks:
 
     def submit(self, sample: Sample) -> bool:
         """Take in a new sample; True if it waits for another one of its request."""
-        if sample.request.samples == 1:
+        if sample.request.terms.samples == 1:
             return False
         family = self._families.setdefault(sample.request.id, _Family())
         if waits := bool(family.members):

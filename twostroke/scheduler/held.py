@@ -153,7 +153,7 @@ class HeldRows:
 
     def join(self, row: int, sample: Sample) -> None:
         """`sample` got `row`."""
-        if not sample.request.is_held:
+        if not sample.request.terms.is_held:
             return
         assert self._constraints is not None
         if (follower := self._followers.get(sample)) is None:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..plan import LEDGER_FEATURES, LEDGER_HEADER
+from ..plan import LEDGER_HEADER
 from ..request import Sample
 
 
 def ledger_words(sample: Sample) -> int:
     """Words of the record that opens the ledger of `sample`; 0 if it needs none."""
-    request = sample.request
-    if not request.features & LEDGER_FEATURES:
+    terms = sample.request.terms
+    if not terms.needs_ledger:
         return 0
-    rules = request.rules
+    rules = terms.rules
     biases, sequences = len(rules.biases), rules.sequences
     return LEDGER_HEADER.itemsize // 4 + len(sample.tokens) + 2 * biases + len(sequences) + sum(map(len, sequences))
 
 
 def ledger_record(ledger: int, sample: Sample) -> np.ndarray:
     """The record that opens `ledger` with all known tokens of `sample`, int32 [words], see `LEDGER_HEADER`."""
-    rules = sample.request.rules
+    rules = sample.request.terms.rules
     lengths = [len(sequence) for sequence in rules.sequences]
     header = np.zeros(1, LEDGER_HEADER)
     header["words"], header["ledger"] = ledger_words(sample), ledger

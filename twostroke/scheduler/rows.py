@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cache.host_tier import NO_TRANSFER
 from ..logprob_record import NO_RECORDS
-from ..plan import LEDGER_FEATURES, NO_LEDGER, Flag, Plan, StepOutput
+from ..plan import NO_LEDGER, Flag, Plan, StepOutput
 from ..request import Sample, SampleState
 from .features import FeatureCounts
 
@@ -90,9 +90,9 @@ class RowTable:
         self.order[row], self.rank[row], self.samples[row] = sample.order, sample.rank, sample
         self.alive[row], self.streaming[row] = True, streaming
         self.running += 1
-        if sample.request.features & LEDGER_FEATURES:
+        if sample.request.terms.needs_ledger:
             self.ledger[row] = self.free_ledgers.pop()
-        self.features.add(sample.request.features)
+        self.features.add(sample.request.terms.features)
         sample.state = SampleState.RUNNING
         return row
 
@@ -119,7 +119,7 @@ class RowTable:
         """The row takes part in no further step."""
         if self.order[row] >= 0:
             self.running -= 1
-            self.features.remove(self.samples[row].request.features)
+            self.features.remove(self.samples[row].request.terms.features)
         self.order[row], self.publishes[row] = -1, False
 
     def end(self, row: int) -> None:

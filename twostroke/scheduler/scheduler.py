@@ -136,8 +136,9 @@ class Scheduler:
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
                 f"max_model_len={self.max_model_len} and {self.pool.total} usable blocks"
             )
-        if sample.request.features & LEDGER_FEATURES and not self.num_ledgers:
-            raise InvalidRequest(f"{sample.request.features & LEDGER_FEATURES!r} needs a ledger, but num_ledgers=0")
+        if sample.request.terms.needs_ledger and not self.num_ledgers:
+            features = sample.request.terms.features & LEDGER_FEATURES
+            raise InvalidRequest(f"{features!r} needs a ledger, but num_ledgers=0")
         sample.order, sample.rank = self._arrivals, self._policy.rank(sample)
         self._arrivals += 1
         if not self.forks.submit(sample):

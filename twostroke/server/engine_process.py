@@ -89,7 +89,7 @@ class HostedEngine(Engine):
         prompt = np.frombuffer(entry.prompt, np.int32)
         assert entry.params.seed is not None
         request = Request.create(str(entry.number), prompt, entry.params, entry.params.seed, self.limits)
-        samples = [Sample(request, index) for index in range(request.samples)]
+        samples = [Sample(request, index) for index in range(request.terms.samples)]
         self._samples |= dict(enumerate(samples, entry.number))
         return samples
 

@@ -118,7 +118,7 @@ class Outbox:
             error=sample.error,
             cached_tokens=sample.cached_tokens,
             preemptions=sample.preemptions,
-            versions=sample.versions,
+            versions=list(sample.versions),
             admitted=sample.timings.admitted,
             first_token=sample.timings.first_token,
             finished=sample.timings.finished,

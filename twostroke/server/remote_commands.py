@@ -99,6 +99,6 @@ def _entry(number: int, request: Request) -> Entry:
         seed=request.seed,
         max_tokens=request.max_tokens,
         min_tokens=min(request.params.min_tokens, request.max_tokens),  # it may exceed what the context has room for
-        bad_words=request.rules.bad_words() or None,
+        bad_words=request.terms.rules.bad_words() or None,
     )
     return Entry(number, request.prompt.tobytes(), params)

@@ -215,7 +215,7 @@ class RemoteEngine(Front):
         sample.tokens = np.concatenate([sample.request.prompt, np.frombuffer(ended.tokens, np.int32)])
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, ended.reason, ended.error
         sample.cached_tokens, sample.preemptions = ended.cached_tokens, ended.preemptions
-        sample.versions = ended.versions
+        sample.versions = tuple(ended.versions)
         times = sample.timings
         times.admitted, times.first_token, times.finished = ended.admitted, ended.first_token, ended.finished
         return sample

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from ..device.step_times import StepTimes
-from ..request import FinishReason, Limits
+from ..limits import Limits
+from ..request import FinishReason
 from ..sampling_params import SamplingParams
 
 

@@ -93,7 +93,7 @@ class Replica:
             return self._create(arrival.prompt, *kind)
         if (model := self._requests.get(kind)) is None:
             model = self._requests[kind] = self._create(arrival.prompt[:1], *kind)
-        return Request("", arrival.prompt, model.params, model.seed, model.max_tokens, model.stop_ids, model.rules)
+        return Request("", arrival.prompt, model.terms, model.seed, model.max_tokens)
 
     def _create(self, prompt: np.ndarray, max_tokens: int, priority: int) -> Request:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, priority=priority)

@@ -8,7 +8,7 @@ from typing import Any
 from ..bench.floor import Cost
 from ..config import EngineConfig
 from ..errors import InvalidConfig
-from ..request import Limits
+from ..limits import Limits
 from ..scheduler.policy import make_policy
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_costs import StepCosts

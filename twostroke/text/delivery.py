@@ -105,17 +105,19 @@ class Delivery:
         self._thread = threading.Thread(target=self._serve, name="twostroke-delivery", daemon=True)
         self._thread.start()
 
-    def register(self, handle: Handle) -> None:
-        """Expect the output of `handle`.
+    def register(self, handles: Sequence[Handle]) -> None:
+        """Expect the outputs of `handles`, whose ids differ.
 
         Raises:
-            InvalidRequest: its id is in use.
+            InvalidRequest: one of their ids is in use; none of them is expected.
         """
         with self._lock:
-            if handle.request_id in self._ids:
-                raise InvalidRequest(f"request_id={shown(handle.request_id)} is in use by a request that has not ended")
-            self._ids.add(handle.request_id)
-            self._handles.update(dict.fromkeys(handle.samples, handle))
+            ids = [handle.request_id for handle in handles]
+            if (taken := next((name for name in ids if name in self._ids), None)) is not None:
+                raise InvalidRequest(f"request_id={shown(taken)} is in use by a request that has not ended")
+            self._ids.update(ids)
+            for handle in handles:
+                self._handles.update(dict.fromkeys(handle.samples, handle))
 
     def forget(self, handle: Handle) -> None:
         """Undo `register`: the request did not reach the loop."""
@@ -191,7 +193,7 @@ class Delivery:
             for sample, token, record in zip(
                 committed.streamed, committed.tokens.tolist(), committed.records, strict=True
             ):
-                if sample.request.wanted_logprobs:
+                if sample.request.terms.wanted_logprobs:
                     self._log(sample).add(token, record)
         for sample, record in zip(committed.scored, committed.scores, strict=True):
             self._log(sample).add_prompt(record)
@@ -224,7 +226,7 @@ class Delivery:
             handle.stop(sample, stream.kept)
 
     def _make_stream(self, sample: Sample) -> _Stream | StopStream:
-        if self._tokenizer and sample.request.stops:
+        if self._tokenizer and sample.request.terms.stops:
             return StopStream(self._tokenizer, sample.request)
         return _Stream(self._tokenizer, sample.request)
 
@@ -260,5 +262,5 @@ class Delivery:
             timings=sample.timings,
             weight_versions=sample.weight_versions(stream.kept),
             logprobs=None if request.params.logprobs is None else log.output[: len(ids)],
-            cumulative_logprob=log.total(len(ids)) if request.wanted_logprobs else None,
+            cumulative_logprob=log.total(len(ids)) if request.terms.wanted_logprobs else None,
         )

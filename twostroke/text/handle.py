@@ -62,28 +62,36 @@ class Handle:
     in pieces, one iteration at a time. Who leaves such an iteration early, or is cancelled in an `await`, no longer
     wants the output: the request is cancelled.
 
+    NOTE: there may be a hundred thousand that wait, and each collection of garbage looks at every object that can
+    refer to others. So there is none here before it is needed: empty tuples and empty dictionaries do not count.
+
     Args:
         samples: those of the request, in the order of their indices.
         owner: the engine.
         place: of the prompt in the call to `generate`.
     """
 
+    __slots__ = (
+        *("samples", "_place", "_owner", "_lock", "_changed", "_waiters", "_pieces", "_outputs"),
+        *("_prompt_logprobs", "_streaming", "_output", "_error", "_on_end", "_on_sample", "__weakref__"),
+    )
+
     def __init__(self, samples: Sequence[Sample], owner: Owner, place: int = 0) -> None:
-        self.samples = samples
+        self.samples = tuple(samples)
         self._place = place
         self._owner = owner
         # NOTE: entered itself, and not through the condition, whose own code an interrupt can end when it has the lock.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._waiters: list[_Waiter] = []
-        self._pieces = [_Piece() for _ in samples]
-        self._outputs: list[SampleOutput | None] = [None] * len(samples)
+        self._changed: threading.Condition | None = None  # of threads that wait, once there is one
+        self._waiters: tuple[_Waiter, ...] = ()
+        self._pieces: dict[int, _Piece] = {}
+        self._outputs: dict[int, SampleOutput] = {}
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._streaming = False
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
-        self._on_end: list[Callable[[Handle], object]] = []
-        self._on_sample: list[Callable[[SampleOutput], object]] = []
+        self._on_end: tuple[Callable[[Handle], object], ...] = ()
+        self._on_sample: tuple[Callable[[SampleOutput], object], ...] = ()
 
     @property
     def sample(self) -> Sample:
@@ -124,9 +132,10 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended; False if `timeout` seconds went by before that."""
-        seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)
+        if self.done:
+            return True
         with self._lock:
-            return self._changed.wait_for(lambda: self.done, seconds)
+            return self._wait_for(lambda: self.done, None if timeout is None else min(threading.TIMEOUT_MAX, timeout))
 
     def on_sample(self, callback: Callable[[SampleOutput], object]) -> None:
         """Have `callback` called with the output of each sample, once that has ended, or now if it has.
@@ -134,8 +143,8 @@ class Handle:
         By delivery, as with `on_end`, and before that.
         """
         with self._lock:
-            ended = [output for output in self._outputs if output]
-            self._on_sample.append(callback)
+            ended = self._ended()
+            self._on_sample += (callback,)
         for output in ended:
             callback(output)
 
@@ -146,7 +155,7 @@ class Handle:
         """
         with self._lock:
             if not self.done:
-                self._on_end.append(callback)
+                self._on_end += (callback,)
                 return
         callback(self)
 
@@ -184,7 +193,7 @@ class Handle:
         A sample that has ended, and of which all was taken, gives an empty delta.
         """
         with self._lock:
-            self._changed.wait_for(lambda: self._has_news(wanted))
+            self._wait_for(lambda: self._has_news(wanted))
             return self._take(wanted)
 
     async def next_delta_async(self, wanted: Sequence[int] = (0,)) -> Delta:
@@ -209,15 +218,15 @@ class Handle:
         """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
         with self._lock:
             self._add(output.index, ids, text, log.hand_over(len(ids)))
-            if self.sample.request.wanted_prompt_logprobs:
+            if self.sample.request.terms.wanted_prompt_logprobs:
                 # Of the samples that began to compute the prompt only one may have come to its end.
                 self._prompt_logprobs = max(self._prompt_logprobs or [], log.prompt, key=len)
             self._outputs[output.index] = output
-            if len(ended := [output for output in self._outputs if output]) == len(self.samples):
-                self._output = self._whole(ended)
+            if len(self._outputs) == len(self.samples):
+                self._output = self._whole(self._ended())
             if self._streaming or self._output:
                 self._notify()
-            listeners = tuple(self._on_sample)
+            listeners = self._on_sample
         for listener in listeners:
             listener(output)
         self._call_back()
@@ -232,19 +241,17 @@ class Handle:
 
     def end_in_child(self, error: Exception) -> None:
         """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._waiters.clear()
+        self._lock, self._changed, self._waiters = threading.RLock(), None, ()
         self.fail(error)
 
     def cancel_if_deserted(self) -> None:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
-        if any(waiter.loop.is_closed() for waiter in tuple(self._waiters)):
+        if any(waiter.loop.is_closed() for waiter in self._waiters):
             self.cancel()
 
     def _call_back(self) -> None:
         with self._lock:
-            ended, self._on_end = (self._on_end, []) if self.done else ([], self._on_end)
+            ended, self._on_end = (self._on_end, ()) if self.done else ((), self._on_end)
         for callback in ended:
             callback(self)
 
@@ -266,31 +273,44 @@ class Handle:
             prompt_logprobs=self._prompt_logprobs,
         )
 
+    def _ended(self) -> list[SampleOutput]:
+        """The outputs of the samples that have ended, in the order of their indices."""
+        return [self._outputs[index] for index in sorted(self._outputs)]
+
+    def _wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait, with the lock, until `ready`; False if `timeout` seconds went by before that."""
+        if self._changed is None:
+            self._changed = threading.Condition(self._lock)
+        return self._changed.wait_for(ready, timeout)
+
     def _add(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob]) -> None:
-        piece = self._pieces[index]
+        piece = self._pieces.get(index) or self._pieces.setdefault(index, _Piece())
         piece.ids.extend(ids)
         piece.logprobs.extend(logprobs)
         if text:
             piece.text.append(text)
 
     def _has_news(self, wanted: Sequence[int] = (0,)) -> bool:
-        return self._error is not None or any(self._pieces[index] or self._outputs[index] for index in wanted)
+        return self._error is not None or any(map(self._has_news_of, wanted))
+
+    def _has_news_of(self, index: int) -> bool:
+        return bool(self._pieces.get(index)) or index in self._outputs
 
     def _take(self, wanted: Sequence[int]) -> Delta:
         """Return what has come of a sample since the last call; raise what the request failed with."""
-        index = next((index for index in wanted if self._pieces[index] or self._outputs[index]), None)
+        index = next(filter(self._has_news_of, wanted), None)
         if index is None:
             assert self._error is not None
             raise fresh(self._error)
-        piece, self._pieces[index] = self._pieces[index], _Piece()
-        output = self._outputs[index]
+        piece, output = self._pieces.pop(index, None) or _Piece(), self._outputs.get(index)
         reason = output.finish_reason if output else None
         logprobs = None if self.sample.request.params.logprobs is None else piece.logprobs
         return Delta("".join(piece.text), piece.ids, reason, index, logprobs)
 
     def _notify(self) -> None:
         """Wake every waiter."""
-        self._changed.notify_all()
+        if self._changed is not None:
+            self._changed.notify_all()
         self.cancel_if_deserted()
         for waiter in self._waiters:
             waiter.wake()
@@ -302,7 +322,7 @@ class Handle:
             with self._lock:
                 if ready():
                     return
-                self._waiters.append(waiter)
+                self._waiters += (waiter,)
             try:
                 await waiter.event.wait()
             except BaseException:
@@ -310,7 +330,7 @@ class Handle:
                 raise
             # NOTE: not removed when it is woken, since its loop may be closed before it hears of that.
             with self._lock:
-                self._waiters.remove(waiter)
+                self._waiters = tuple(other for other in self._waiters if other is not waiter)
 
     async def _result_async(self) -> RequestOutput:
         await self._wait_async(lambda: self.done)

@@ -72,7 +72,7 @@ class StopStream:
         params = request.params
         self._decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._search = StopSearch(request.stops)
+        self._search = StopSearch(request.terms.stops)
         self._include = params.include_stop
         self._min_tokens = params.min_tokens
         self._start: int | None = None if params.min_tokens else 0

@@ -1,0 +1,172 @@
+"""Terms: what a request asks for beside its prompt, checked, and resolved for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from .checks import require_token_ids
+from .errors import InvalidRequest, shown
+from .limits import Limits
+from .logit_rules import Encode, LogitRules
+from .plan import LEDGER_FEATURES, NO_FEATURES, Feature
+from .sampling_params import MAX_STOP_IDS, SamplingParams, stop_strings
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Checked sampling parameters. Nothing in them can be changed, so any number of requests may share one.
+
+    Attributes:
+        params: as the user gave them; what is read of them after submit cannot be changed any more.
+        stop_ids: token ids that end the sample (end-of-sequence ids unless ignored, then the user's), int32, at most
+            `MAX_STOP_IDS`, read-only.
+        rules: the tokens that it favours, and those that it must not have.
+        stops: the stop strings, each once.
+    """
+
+    params: SamplingParams
+    stop_ids: np.ndarray
+    rules: LogitRules
+    stops: tuple[str, ...]
+
+    @classmethod
+    def create(cls, params: SamplingParams, limits: Limits, encode: Encode | None = None) -> Terms:
+        """Check parameters against `limits`; `encode` turns bad words into token ids, if there is a tokenizer.
+
+        Raises:
+            InvalidRequest: one is out of range; the message names it and its value.
+        """
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params={shown(params)} must be a SamplingParams")
+        params.validate()
+        params = params.frozen()
+        if params.priority and not limits.priorities:
+            raise InvalidRequest(f"priority={params.priority} needs an engine with policy='priority'")
+        stop_ids = _resolve_stop_ids(params, limits)
+        terms = cls(params, stop_ids, LogitRules.create(params, limits.vocab_size, encode), stop_strings(params.stop))
+        if terms.needs_ledger and not limits.max_ledgers:
+            asked = next(name for name in _LEDGER_PARAMETERS if _is_set(name, getattr(params, name)))
+            raise InvalidRequest(f"{asked}={shown(getattr(params, asked))} needs a ledger, but max_ledgers=0")
+        return terms
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples that run; with `best_of` more than are returned."""
+        return self.params.best_of or self.params.n
+
+    @cached_property
+    def wanted_logprobs(self) -> int:
+        """What each output token needs: 0 for no log-probabilities, or 1 + how many of the most likely tokens."""
+        params = self.params
+        return 1 + params.logprobs if params.logprobs is not None else int(params.best_of is not None)
+
+    @cached_property
+    def wanted_prompt_logprobs(self) -> int:
+        """The same of the prompt's tokens."""
+        return 0 if self.params.prompt_logprobs is None else 1 + self.params.prompt_logprobs
+
+    @cached_property
+    def follows(self) -> bool:
+        """Whether delivery must have its tokens as they come: it searches them, or collects what comes with them."""
+        return bool(self.stops or self.wanted_logprobs)
+
+    @cached_property
+    def is_held(self) -> bool:
+        """Whether its tokens must be known on the CPU before the next one is sampled."""
+        params = self.params
+        return bool(
+            params.structured is not None or params.max_thinking_tokens is not None or len(params.logits_processors)
+        )
+
+    @cached_property
+    def is_forcible(self) -> bool:
+        """Whether a token of which there is no choice need not be sampled: neither device nor user misses that."""
+        return not self.features & (LEDGER_FEATURES | Feature.LOGPROBS) and not len(self.params.logits_processors)
+
+    @cached_property
+    def needs_ledger(self) -> bool:
+        """Whether the device keeps its history."""
+        return bool(self.features & LEDGER_FEATURES)
+
+    @cached_property
+    def features(self) -> Feature:
+        """What its sampling needs beyond the common case."""
+        params, rules, found = self.params, self.rules, NO_FEATURES
+        if rules.restricted or len(rules.biases):
+            found |= Feature.BIAS
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            found |= Feature.PENALTIES
+        if params.no_repeat_ngram_size:
+            found |= Feature.NGRAMS
+        if rules.sequences:
+            found |= Feature.BAD_WORDS
+        if params.typical_p < 1:
+            found |= Feature.TYPICAL
+        if self.wanted_logprobs:
+            found |= Feature.LOGPROBS
+        return found
+
+
+class KnownTerms:
+    """Terms by the parameters that they are of: while a request has them, the same object is not checked again.
+
+    Only what nobody can have changed since is known: parameters that Python can hash. They are known by their identity,
+    since equal ones need not all be valid: True == 1.
+
+    Args:
+        create: makes terms of parameters, or refuses them.
+    """
+
+    def __init__(self, create: Callable[[SamplingParams], Terms]) -> None:
+        self._create = create
+        self._known: WeakValueDictionary[int, Terms] = WeakValueDictionary()  # terms keep parameters, and so their ids
+
+    def of(self, params: SamplingParams) -> Terms:
+        """The terms of `params`; raises what `create` does."""
+        if (known := self._known.get(id(params))) is not None:
+            return known
+        terms = self._create(params)
+        if terms.params is params and _is_constant(params):
+            self._known[id(params)] = terms
+        return terms
+
+
+def _is_constant(params: SamplingParams) -> bool:
+    try:
+        hash(params)
+    except Exception:  # whatever a user's objects raise
+        return False
+    return True
+
+
+_LEDGER_PARAMETERS = (
+    *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Parameters for which a row needs a ledger."""
+
+
+def _is_set(name: str, value: Any) -> bool:
+    """Whether a parameter, which was checked, asks for anything: a list that is not empty, or another number."""
+    default = getattr(SamplingParams, name)
+    return bool(value != default) if default is not None else value is not None and len(value) > 0
+
+
+def _resolve_stop_ids(params: SamplingParams, limits: Limits) -> np.ndarray:
+    """All stop ids, sorted, each once."""
+    given = require_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    eos = () if params.ignore_eos else limits.eos_ids
+    stop_ids = np.array(sorted({*eos, *given.tolist()}), np.int32)
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids={shown(list(params.stop_token_ids))}: with the model's end-of-sequence ids there are "
+            f"{len(stop_ids)} stop ids, at most {MAX_STOP_IDS} are supported"
+        )
+    stop_ids.flags.writeable = False
+    return stop_ids
