@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,6 @@ from watching import PATIENCE
 import twostroke
 from twostroke.bench.cpu_step import make_request
 from twostroke.cli.conversation import Conversation
-from twostroke.errors import EngineClosed
 from twostroke.interrupts import Interrupts
 from twostroke.request import Sample
 from twostroke.text.handle import Handle
@@ -164,14 +164,13 @@ class NoOwner:
     stream = finish = cancel
 
 
-@pytest.mark.parametrize("wait", [Handle.next_delta, Handle.wait], ids=["delta", "wait"])
+@pytest.mark.parametrize("wait", [Handle.next_delta, partial(Handle.wait, timeout=0)], ids=["delta", "wait"])
 def test_an_interrupted_wait_leaves_no_lock_behind(monkeypatch, wait):
     """Delivery, for which all requests wait, would wait for it for ever."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # where a generator is dropped
     for moment in itertools.count():
         handle = Handle([Sample(make_request(0))], NoOwner())
         handle.push(0, [1], "a")
-        handle.fail(EngineClosed("closed"))
         pressed = PressedAt(moment)
         try:
             pressed.start()
