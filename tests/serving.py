@@ -59,7 +59,7 @@ class Client:
     def request(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Response:
         connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
         try:
-            with suppress(BrokenPipeError):  # a server that has answered need not read the rest
+            with suppress(BrokenPipeError, ConnectionResetError):  # who has answered need not read the rest
                 connection.request(method, path, body, headers or {})
             got = connection.getresponse()
             return Response(got.status, got.headers, got.read())
