@@ -8,20 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import transformers
 from engines import MODES, running
 from sampling_oracle import EOS, VOCAB, Reference, choices, make_prompt
 
 from twostroke import Engine, SamplingParams
-from twostroke.text.output import RequestOutput
+from twostroke.held_input import RowTokens
+from twostroke.request import mix_seed
+from twostroke.text.output import RequestOutput, SampleOutput
 
 NEW = 24
 PROMPTS = [make_prompt(length) for length in (23, 18, 31)]
 NEIGHBOUR = make_prompt(20, seed=1)
+
+
+def prefer(last: int, scores: torch.Tensor) -> None:
+    """Edit scores, float32 [V], by the token before: not the same again, rather one of a few others."""
+    scores[last] = -torch.inf
+    scores[(7 * last + torch.arange(5)) % VOCAB] += 4.0
+
+
+def prefer_in_rows(logits: torch.Tensor, rows: Sequence[RowTokens]) -> torch.Tensor:
+    """`prefer` as a logits processor: its rows are held."""
+    for scores, row in zip(logits, rows, strict=True):
+        prefer(int(row.token_ids[-1]), scores)
+    return logits
+
 
 LINES: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 3.0},
@@ -41,6 +59,9 @@ LINES: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.5, "temperature": 1.0, "seed": 7},
     "min_p": {"min_p": 0.3, "temperature": 1.0, "seed": 8},
     "temperature": {"temperature": 0.7, "seed": 9},
+    "stop_token_ids": {"stop_token_ids": [57, 58, 59]},
+    "logits_processors": {"logits_processors": [prefer_in_rows]},
+    "n": {"n": 2, "temperature": 1.0, "seed": 10},
 }
 """What a line sets beyond greedy sampling of `NEW` tokens: its parameter, then what lets the parameter take effect."""
 
@@ -90,9 +111,19 @@ class Additive(transformers.LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+class Preferring(transformers.LogitsProcessor):
+    """`prefer` on its own, as transformers would call it."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        prefer(int(input_ids[0, -1]), scores[0])
+        return scores
+
+
 def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsProcessorList:
-    """What transformers does to logits before temperature and filters, in its own order."""
+    """What is done to logits before temperature and filters: a user's own edits first, then in transformers' order."""
     found = transformers.LogitsProcessorList()
+    if len(params.logits_processors):
+        found.append(Preferring())
     if params.logit_bias:
         bias = {(token,): float(value) for token, value in params.logit_bias.items()}
         found.append(transformers.SequenceBiasLogitsProcessor(bias))
@@ -109,16 +140,30 @@ def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsPr
     return found
 
 
-def check(reference: Reference, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams) -> None:
-    """Assert that every token is the one that transformers' processors, and then the sampler's definition, give."""
+def check(reference: Reference, prompt: Sequence[int], output: RequestOutput, params: SamplingParams) -> None:
+    """Assert that every token of every sample is the one that transformers' processors, and then the sampler, give."""
+    assert len(output.outputs) == params.n
+    for index, sample in enumerate(output.outputs):
+        own = replace(params, seed=mix_seed(params.seed, index)) if params.seed is not None else params
+        check_sample(reference, prompt, sample, own)
+
+
+def check_sample(reference: Reference, prompt: Sequence[int], sample: SampleOutput, params: SamplingParams) -> None:
+    """Its tokens, where they end, and the log-probabilities that came with them."""
+    tokens = sample.token_ids
     edit = processors(params, len(prompt))
     logits = reference.logits(prompt, tokens)
-    barred = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
+    stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
     ties = 0
     for index, token in enumerate(tokens):
         ids = torch.tensor([[*prompt, *tokens[:index]]])
-        scores = edit(ids, logits[index : index + 1])[0].numpy()
-        allowed = choices(scores, params, index, barred if index < params.min_tokens else ())
+        scores = edit(ids, logits[index : index + 1].clone())[0].numpy()
+        allowed = choices(scores, params, index, stops if index < params.min_tokens else ())
         assert token in allowed, f"token {index} of {params} is {token}, not {allowed}"
         ties += len(allowed) > 1
     assert ties <= 1 + len(tokens) // 8
+    stopped = [index for index, token in enumerate(tokens, 1) if token in stops]
+    assert (sample.finish_reason, len(tokens)) == (("stop", stopped[0]) if stopped else ("length", NEW)), params
+    if params.logprobs is not None:
+        expected = logits.double().log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        assert [entry.logprob for entry in sample.logprobs] == pytest.approx(expected, abs=1e-4)

@@ -173,36 +173,46 @@ def test_many_grammars_at_once(small):
     assert all(output.text in choice for output, choice in zip(outputs, choices, strict=True))
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"top_k": 3},
-        {"top_p": 0.3},
-        {"min_p": 0.5},
-        {"stop": ["is"]},
-        {"temperature": 5.0},
-        {"min_tokens": 3},
-        {"typical_p": 0.4},
-        {"presence_penalty": 2.0},
-        {"logit_bias": {66: 5.0}},
-        {"bad_words": [" green"]},
-        {"ignore_eos": True, "max_tokens": 40},
-    ],
-    ids=lambda more: next(iter(more)),
-)
-def test_other_parameters_still_hold(small, more):
-    with running("async", small) as engine:
-        params = SamplingParams(**{"structured": StructuredOutput(regex=REGEX), "max_tokens": 40, "seed": 3, **more})
-        output = engine.generate([PROMPTS[2]], params)[0]
-    if "stop" in more:
-        assert re.fullmatch(r"[a-f]{3,9} ", output.text)
-    else:
-        assert re.fullmatch(REGEX, output.text)
-    if "bad_words" in more:
-        assert " green" not in output.text
-    if "ignore_eos" in more:
-        assert (len(output.token_ids), output.finish_reason) == (40, "length")
-        assert set(output.token_ids[-10:]) == {2}
+MORE = {
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.3},
+    "min_p": {"min_p": 0.5},
+    "stop": {"stop": ["is"]},
+    "temperature": {"temperature": 5.0},
+    "min_tokens": {"min_tokens": 3},
+    "typical_p": {"typical_p": 0.4},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 3},
+    "logit_bias": {"logit_bias": {66: 5.0}},
+    "bad_words": {"bad_words": [" green"]},
+    "ignore_eos": {"ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize(("blocks", "chunk"), [(None, None), (18, 3)], ids=["roomy", "preempted and chunked"])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_parameters_still_hold(small, mode, blocks, chunk):
+    """All at once, beside one with none; a grammar's parameter and another one together under every loop."""
+    each = [
+        SamplingParams(structured=StructuredOutput(regex=REGEX), max_tokens=40, seed=3, **more)
+        for more in MORE.values()
+    ]
+    each.append(SamplingParams(structured=StructuredOutput(regex=REGEX), max_tokens=40, seed=3))
+    with running("sync", small) as engine:
+        expected = [engine.generate([PROMPTS[2]], own)[0].token_ids for own in each]
+    options = {"block_size": 8, "max_model_len": 96, "max_chunk_tokens": chunk, "prefix_cache": blocks is None}
+    with running(mode, small, num_blocks=blocks, **options) as engine:
+        outputs = engine.generate([PROMPTS[2]] * len(each), each)
+        assert (engine.stats().preemptions > 0) == (blocks is not None)
+    assert [output.token_ids for output in outputs] == expected
+    by_name = dict(zip(MORE, outputs, strict=False))
+    for name, output in by_name.items():
+        assert re.fullmatch(r"[a-f]{3,9} " if name == "stop" else REGEX, output.text), name
+    assert " green" not in by_name["bad_words"].text
+    endless = by_name["ignore_eos"]
+    assert (len(endless.token_ids), endless.finish_reason) == (40, "length")
+    assert set(endless.token_ids[-10:]) == {2}
 
 
 def test_cancelled_and_cut_samples_leave_nothing_behind(small):
