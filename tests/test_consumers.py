@@ -251,7 +251,7 @@ def test_a_loop_that_is_closed_before_a_wake_up_gets_through_cancels_its_request
     loop = asyncio.new_event_loop()
     task = loop.create_task(iterate(handle))
     loop.run_until_complete(asyncio.sleep(0))
-    wait_until(handle._has_news)
+    wait_until(lambda: handle._has_news(0))
     loop.close()
     assert handle.result(PATIENCE).finish_reason == "cancelled"
     task._log_destroy_pending = False

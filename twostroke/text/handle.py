@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..errors import InvalidRequest, fresh, shown
 from ..request import Sample
 from .logprobs import LogprobLog
 from .output import Delta, RequestOutput, SampleOutput, TokenLogprob, best
+from .waiters import TaskWaiter, ThreadWaiter
+
+T = TypeVar("T")
 
 
 class Owner(Protocol):
@@ -25,22 +27,6 @@ class Owner(Protocol):
 
     def finish(self, sample: Sample, count: int) -> None:
         """End the sample soon, with its first `count` output tokens; does nothing if it has ended. Never raises."""
-
-
-class _Waiter:
-    """A task that waits for news, in the asyncio loop that made it."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.event = asyncio.Event()
-        self._woken = False
-
-    def wake(self) -> None:
-        """Wake the task, once. A closed loop cannot be woken, and must not hurt the others."""
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self.event.set)
 
 
 class _Piece:
@@ -72,7 +58,7 @@ class Handle:
     """
 
     __slots__ = (
-        *("samples", "_place", "_owner", "_lock", "_changed", "_waiters", "_pieces", "_outputs"),
+        *("samples", "_place", "_owner", "_lock", "_waiters", "_pieces", "_outputs"),
         *("_prompt_logprobs", "_streaming", "_output", "_error", "_on_end", "_on_sample", "__weakref__"),
     )
 
@@ -80,10 +66,8 @@ class Handle:
         self.samples = tuple(samples)
         self._place = place
         self._owner = owner
-        # NOTE: entered itself, and not through the condition, whose own code an interrupt can end when it has the lock.
         self._lock = threading.RLock()
-        self._changed: threading.Condition | None = None  # of threads that wait, once there is one
-        self._waiters: tuple[_Waiter, ...] = ()
+        self._waiters: tuple[ThreadWaiter | TaskWaiter, ...] = ()
         self._pieces: dict[int, _Piece] = {}
         self._outputs: dict[int, SampleOutput] = {}
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -132,10 +116,8 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended; False if `timeout` seconds went by before that."""
-        if self.done:
-            return True
-        with self._lock:
-            return self._wait_for(lambda: self.done, None if timeout is None else min(threading.TIMEOUT_MAX, timeout))
+        seconds = None if timeout is None else min(threading.TIMEOUT_MAX, timeout)  # also of what is no number
+        return self.done or bool(self._wait(lambda: self.done, seconds))
 
     def on_sample(self, callback: Callable[[SampleOutput], object]) -> None:
         """Have `callback` called with the output of each sample, once that has ended, or now if it has.
@@ -192,15 +174,13 @@ class Handle:
 
         A sample that has ended, and of which all was taken, gives an empty delta.
         """
-        with self._lock:
-            self._wait_for(lambda: self._has_news(wanted))
-            return self._take(wanted)
+        delta = self._wait(lambda: self._take(wanted))
+        assert delta is not None
+        return delta
 
     async def next_delta_async(self, wanted: Sequence[int] = (0,)) -> Delta:
         """The same without blocking the asyncio loop."""
-        await self._wait_async(lambda: self._has_news(wanted))
-        with self._lock:
-            return self._take(wanted)
+        return await self._wait_async(lambda: self._take(wanted))
 
     def stop(self, sample: Sample, count: int) -> None:
         """End a sample, whose first `count` tokens make its output; called by delivery."""
@@ -241,12 +221,12 @@ class Handle:
 
     def end_in_child(self, error: Exception) -> None:
         """Fail in a forked child, where other threads' hold on the lock is for ever, and asyncio loops are not ours."""
-        self._lock, self._changed, self._waiters = threading.RLock(), None, ()
+        self._lock, self._waiters = threading.RLock(), ()
         self.fail(error)
 
     def cancel_if_deserted(self) -> None:
         """Cancel the request if an asyncio loop that waits for it was closed: its consumer is gone."""
-        if any(waiter.loop.is_closed() for waiter in self._waiters):
+        if any(waiter.is_deserted for waiter in self._waiters):
             self.cancel()
 
     def _call_back(self) -> None:
@@ -277,12 +257,6 @@ class Handle:
         """The outputs of the samples that have ended, in the order of their indices."""
         return [self._outputs[index] for index in sorted(self._outputs)]
 
-    def _wait_for(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait, with the lock, until `ready`; False if `timeout` seconds went by before that."""
-        if self._changed is None:
-            self._changed = threading.Condition(self._lock)
-        return self._changed.wait_for(ready, timeout)
-
     def _add(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob]) -> None:
         piece = self._pieces.get(index) or self._pieces.setdefault(index, _Piece())
         piece.ids.extend(ids)
@@ -290,18 +264,16 @@ class Handle:
         if text:
             piece.text.append(text)
 
-    def _has_news(self, wanted: Sequence[int] = (0,)) -> bool:
-        return self._error is not None or any(map(self._has_news_of, wanted))
-
-    def _has_news_of(self, index: int) -> bool:
+    def _has_news(self, index: int) -> bool:
         return bool(self._pieces.get(index)) or index in self._outputs
 
-    def _take(self, wanted: Sequence[int]) -> Delta:
-        """Return what has come of a sample since the last call; raise what the request failed with."""
-        index = next(filter(self._has_news_of, wanted), None)
+    def _take(self, wanted: Sequence[int]) -> Delta | None:
+        """Return what has come of a sample since the last call, if anything; raise what the request failed with."""
+        index = next(filter(self._has_news, wanted), None)
         if index is None:
-            assert self._error is not None
-            raise fresh(self._error)
+            if self._error is not None:
+                raise fresh(self._error)
+            return None
         piece, output = self._pieces.pop(index, None) or _Piece(), self._outputs.get(index)
         reason = output.finish_reason if output else None
         logprobs = None if self.sample.request.params.logprobs is None else piece.logprobs
@@ -309,28 +281,46 @@ class Handle:
 
     def _notify(self) -> None:
         """Wake every waiter."""
-        if self._changed is not None:
-            self._changed.notify_all()
         self.cancel_if_deserted()
         for waiter in self._waiters:
             waiter.wake()
 
-    async def _wait_async(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready`; whatever ends the wait early cancels the request."""
+    def _wait(self, take: Callable[[], T | None], timeout: float | None = None) -> T | None:
+        """Wait until `take`, called with the lock, gives something; what is false after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            waiter = _Waiter()
+            waiter = ThreadWaiter()
             with self._lock:
-                if ready():
-                    return
+                if taken := take():
+                    return taken
                 self._waiters += (waiter,)
             try:
-                await waiter.event.wait()
+                woken = waiter.wait(None if deadline is None else deadline - time.monotonic())
+            finally:
+                self._forget(waiter)
+            if not woken:
+                with self._lock:
+                    return take()
+
+    async def _wait_async(self, take: Callable[[], T | None]) -> T:
+        """The same without blocking the asyncio loop; whatever ends the wait early cancels the request."""
+        while True:
+            waiter = TaskWaiter()
+            with self._lock:
+                if taken := take():
+                    return taken
+                self._waiters += (waiter,)
+            try:
+                await waiter.wait()
             except BaseException:
                 self.cancel()
                 raise
             # NOTE: not removed when it is woken, since its loop may be closed before it hears of that.
-            with self._lock:
-                self._waiters = tuple(other for other in self._waiters if other is not waiter)
+            self._forget(waiter)
+
+    def _forget(self, waiter: ThreadWaiter | TaskWaiter) -> None:
+        with self._lock:
+            self._waiters = tuple(other for other in self._waiters if other is not waiter)
 
     async def _result_async(self) -> RequestOutput:
         await self._wait_async(lambda: self.done)
