@@ -89,7 +89,10 @@ ALLOWED = {
     "front": {"numpy", "progress", "prompts", "text", "constraints"} | WORDS,
     "engine": {"torch", "numpy"} | ENGINE | BELOW_ENGINE,
     # triton: for the kernel that reads the memory's ceiling, which no step runs. tokenizers: to make one up.
-    "bench": {"torch", "triton", "numpy", "transformers", "tokenizers", "jobs"} | ENGINE | BELOW_ENGINE,
+    "bench": {"torch", "triton", "numpy", "transformers", "tokenizers", "jobs"}
+    | {"safetensors", "server", "prometheus_client"}
+    | ENGINE
+    | BELOW_ENGINE,
     # bench: workloads, floors and result files, which need no torch. model: the presets' shapes.
     "simulate": {"numpy", "matplotlib", "bench", "scheduler", "model", "config"} | WORDS,
     "trace": {"matplotlib"} | ENGINE | BELOW_ENGINE,
