@@ -65,6 +65,13 @@ def test_a_folder_gets_a_file_named_after_benchmark_machine_and_date(tmp_path: P
     assert re.fullmatch(r"stub-nvidia-h200-sxm-\d{4}-\d\d-\d\d\.json", path.name)
 
 
+def test_a_package_that_a_benchmark_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "twostroke.bench.serving", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
+    with pytest.raises(InvalidConfig, match=r"'serving' needs the package prometheus_client\.parser"):
+        registry.find("serving").run(BenchOptions(repetitions=1), print)
+
+
 class StubModule:
     """A benchmark whose middle repetition took 2 s under one loop; its peer ran once."""
 

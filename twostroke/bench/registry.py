@@ -48,7 +48,10 @@ class Benchmark:
         """
         check_peers(self.name, options)
         self._check(options)
-        module = importlib.import_module(f".{self.module}", __package__)
+        try:
+            module = importlib.import_module(f".{self.module}", __package__)
+        except ModuleNotFoundError as error:
+            raise InvalidConfig(f"benchmark {self.name!r} needs the package {error.name}, which is not here") from error
         result: Result = module.run(self.name, options, say)
         return result
 
