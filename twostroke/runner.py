@@ -136,7 +136,7 @@ class Runner:
         queued_at = time.perf_counter()
         device.compute.run(partial(self.compute, shape, slot))
         self._in_flight.append(plan)
-        if shape.features & Feature.HELD:
+        if shape.held:
             self._unsampled.append((plan, slot, shape, window))
         else:
             self._queue_output(slot, window)
@@ -225,7 +225,7 @@ class Runner:
     def copy_in(self, shape: StepShape, slot: Slot) -> None:
         """The work on the h2d stream."""
         slot.copy_in()
-        if shape.features & Feature.HELD:
+        if shape.held:
             slot.held.copy_positions()
 
     def copy_masks(self, count: int, slot: Slot) -> None:
@@ -301,7 +301,7 @@ class Runner:
             write_logprobs(logits[n:], rows, state.prompt_logprobs, targets, None, buffers.device_scores)
         if shape.ledgers:
             self._ledgers.open(buffers.device_input, shape.ledgers)
-        if n and shape.features & Feature.HELD:
+        if n and shape.held:
             buffers.held.keep(logits[:n], state.sample_rows[:n], dummy_row=state.max_rows)
 
     def _sample(self, shape: StepShape, buffers: StepBuffers, logits: torch.Tensor) -> None:

@@ -31,20 +31,24 @@ class CudaStream:
 
     Args:
         device: the GPU.
-        home: the stream that is the calling thread's before and after a call of `run`; None is this one.
+        home: the stream that is the calling thread's before and after a call of `run`; None is this one, to which the
+            thread need not turn then.
     """
 
     def __init__(self, device: torch.device, home: CudaStream | None = None) -> None:
         self.raw = torch.cuda.Stream(device)
-        self._home = self.raw if home is None else home.raw
+        self._home = home
 
     def run(self, work: Callable[[], object]) -> None:
+        if self._home is None:
+            work()
+            return
         # NOTE: not `torch.cuda.stream`, which takes as long as the copy that is to be queued.
         torch.cuda.set_stream(self.raw)
         try:
             work()
         finally:
-            torch.cuda.set_stream(self._home)
+            torch.cuda.set_stream(self._home.raw)
 
     def record(self, event: Event) -> None:
         event.raw.record(self.raw)  # type: ignore[attr-defined]  # a CUDA event has one
