@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import psutil
 from watching import PATIENCE, wait_until
 
+from twostroke.server.http_server import serve_until
 from twostroke.server.remote_engine import RemoteEngine
-from twostroke.server.serve import bind, serve_until
+from twostroke.server.serve import bind
 from twostroke.server.settings import ServerSettings
 from twostroke.server.supervisor import Supervisor
 

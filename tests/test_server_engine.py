@@ -210,7 +210,7 @@ def test_the_end_of_the_engine_process_reaches_everybody(how):
         engine.submit(PROMPT, greedy())
     with pytest.raises(EngineDead, match=message):
         engine.ask_stats()
-    assert engine._process.exitcode is not None
+    assert engine.exitcode is not None
     engine.close()
 
 
@@ -223,7 +223,7 @@ def test_close_hands_over_every_output():
     assert {handle.result(0).finish_reason for handle in handles} == {"cancelled"}
     deltas = list(streaming)
     assert deltas[-1].finish_reason == "cancelled"
-    assert engine._process.exitcode == 0
+    assert engine.exitcode == 0
     with pytest.raises(EngineClosed):
         engine.submit(PROMPT, greedy())
     engine.close()

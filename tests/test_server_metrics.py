@@ -143,8 +143,8 @@ def stats(**own: Any) -> dict[str, Any]:
 def test_rest_that_was_counted_is_not_counted_back():
     """Between the end of a rest and that of the step after it, the engine's own sums do not have it."""
     metrics = Metrics("small", None)
-    metrics.engine.update("engine", 10, stats(resting_seconds=5.0))
-    metrics.engine.update("engine", 10, stats())
+    metrics.engine.update(1.0, 10, stats(resting_seconds=5.0))
+    metrics.engine.update(1.0, 10, stats())
     text = metrics.expose("")[0].decode()
     assert re.search(r'gpu_idle_seconds_total{cause="nothing",model_name="small"} 5.0', text)
 
@@ -152,7 +152,7 @@ def test_rest_that_was_counted_is_not_counted_back():
 def test_the_dashboard_asks_for_what_there_is():
     """Each query names metrics that exist, with labels that they have."""
     metrics = Metrics("small", 1.0)
-    metrics.engine.update("engine", 10, stats())
+    metrics.engine.update(1.0, 10, stats())
     families = list(text_string_to_metric_families(metrics.expose("")[0].decode()))
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     dashboard = json.loads(DASHBOARD.read_text())

@@ -194,14 +194,16 @@ class Front:
                 self._delivery.forget(handle)
             raise
 
-    def _count_in(self, samples: int) -> None:
+    def _count_in(self, samples: int, elsewhere: int = 0) -> None:
         """Count samples that are about to be submitted; a negative number of them, that were not after all.
+
+        `elsewhere`: how many wait that were submitted by others.
 
         Raises:
             QueueFull: more would wait than may.
         """
         with self._counting:
-            waiting, limit = self._submitted - self._commands.begun, self.limits.max_waiting
+            waiting, limit = elsewhere + self._submitted - self._commands.begun, self.limits.max_waiting
             if limit is not None and samples > 0 and waiting + samples > limit:
                 raise QueueFull(f"max_waiting={limit}: {waiting} wait to begin, there is no room for {samples} more")
             self._submitted += samples

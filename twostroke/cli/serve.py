@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidConfig
+from ..server.logs import log_to_stderr
 from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys
 from .flags import EngineFlags, with_flags
 
@@ -40,6 +41,9 @@ def serve(
         float, _option("Seconds that requests have to end after SIGTERM.")
     ] = DEFAULTS.shutdown_timeout,
     restart: Annotated[bool, _option("Start the engine again when it has died.", "--restart")] = DEFAULTS.restart,
+    api_processes: Annotated[
+        int, _option("Processes that answer HTTP, in front of one engine process.")
+    ] = DEFAULTS.api_processes,
     gpu_price: Annotated[
         float | None, _option("What an hour of the GPU costs, to show what its idle time does.")
     ] = None,
@@ -53,8 +57,7 @@ def serve(
         from ..server.serve import serve as run
     except ModuleNotFoundError as error:
         raise InvalidConfig(f"the server needs the package {error.name}: pip install 'twostroke[server]'") from error
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("twostroke").setLevel(logging.INFO if log_requests else logging.WARNING)
+    log_to_stderr(logging.INFO if log_requests else logging.WARNING)
     arguments = {"max_waiting": DEFAULT_MAX_WAITING} | engine.arguments()
     settings = ServerSettings(
         host=host,
@@ -69,6 +72,7 @@ def serve(
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         restart=restart,
+        api_processes=api_processes,
         gpu_price=gpu_price,
         otlp_traces_endpoint=otlp_traces_endpoint,
     )

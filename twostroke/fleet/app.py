@@ -18,7 +18,9 @@ from .replica import Replica
 
 ROUTER = "twostroke.fleet.prefix_router.PrefixRouter"
 
-NOT_OF_REPLICAS = {"host", "port", "api_keys", "ssl_certfile", "ssl_keyfile", "restart", "shutdown_timeout"}
+NOT_OF_REPLICAS = {
+    *("host", "port", "api_processes", "api_keys", "ssl_certfile", "ssl_keyfile", "restart", "shutdown_timeout"),
+}
 """The settings of a server that Ray Serve, or the fleet's own options, stand for."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..cache.block_pool import BlockPool
@@ -27,7 +29,7 @@ class Batch:
         row_of: the row of each sample that has one.
         streaming: samples whose tokens are handed over as they come.
         launched_step, committed_step: newest step of each kind; -1 before the first.
-        begun: samples that have begun to run, or ended before, since the start.
+        begun: samples that have begun to run, or ended before, since the start. on_begun: called with each of them.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Batch:
         self.streaming: set[Sample] = set()
         self.launched_step = self.committed_step = -1
         self.begun = 0
+        self.on_begun: Callable[[Sample], None] = lambda sample: None
         self.held = HeldRows(self, constraints)
 
     def known_tokens(self, sample: Sample) -> np.ndarray:
@@ -84,6 +87,11 @@ class Batch:
             del self.draining[row], self.row_of[sample]
             rows.end(row)
             rows.free_row(row)
+
+    def count_begun(self, sample: Sample) -> None:
+        """The sample waits no longer to begin."""
+        self.begun += 1
+        self.on_begun(sample)
 
     def leave(self, sample: Sample, bad: int) -> None:
         """The sample has ended: row and blocks return when no step uses them. `bad` as in `Prefixes.publish`."""

@@ -293,7 +293,7 @@ class Planner:
             draft.add_shared_blocks(self.rows.extend_blocks(row, shared), shared.shape[1])
         if sample.timings.admitted is None:
             sample.timings.admitted = time.perf_counter()
-            self.batch.begun += 1
+            self.batch.count_begun(sample)
         self.forks.admitted(sample)
         return row
 

@@ -276,6 +276,10 @@ class Scheduler:
         host = (tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens) if tier else (0, 0, 0, 0)
         return SchedulerStats(waiting, self.rows.running, *counts, *host)
 
+    def on_begun(self, tell: Callable[[Sample], None]) -> None:
+        """Let `tell` be called with each sample that is counted in `begun`, on the loop's thread."""
+        self.batch.on_begun = tell
+
     def on_late_masks(self, wake: Callable[[Callable[[Scheduler], Any]], None]) -> None:
         """Let `wake` leave the command that is due when a mask comes too late for its step."""
         self.batch.held.wake = wake
@@ -411,7 +415,7 @@ class Scheduler:
         if waited:
             (self.waiting if self._aside is None or _has_begun(sample) else self._aside).count_out()
         if sample.timings.admitted is None:
-            self.batch.begun += 1
+            self.batch.count_begun(sample)
         sample.timings.finished = time.perf_counter()
 
 

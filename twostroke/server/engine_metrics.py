@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..device.step_times import CAUSES, NOTHING, PHASES
+from .board import Board
+
 HOURS = 24.0
 """Of a day."""
 
@@ -34,41 +37,55 @@ COUNTERS = (
 )
 """What the engine counts since its start. They are made from `EngineStats`."""
 
-RESTING = "nothing"
-"""The cause that an engine without work waits for."""
+_LABELS: Mapping[str | None, tuple[str, ...]] = {None: ("",), "cause": CAUSES, "phase": PHASES}
+
+_KEYS = tuple((counted.name, label) for counted in COUNTERS for label in _LABELS[counted.label])
+"""The names and labels of the counters, in their order on a board."""
+
+_BORN, _BEFORE, _TOTALS = 0, 1, 1 + len(_KEYS)
+"""Where there stand on a board, for all API processes: which engine was looked at last, and of each counter what the
+engines before it had counted, and what it is now."""
+
+SHARED_NUMBERS = _TOTALS + len(_KEYS)
 
 
 class EngineMetrics(Collector):
-    """What is known of the engine. Counters go on where another engine takes the place of one that died.
+    """What is known of the engine.
+
+    Counters go on where another engine takes the place of one that died, whichever API process is asked.
 
     Args:
         prefix: of all names.
+        board: where the counters stand.
     """
 
-    def __init__(self, prefix: str, model_name: str, gpu_price: float | None) -> None:
+    def __init__(self, prefix: str, model_name: str, gpu_price: float | None, board: Board) -> None:
         self._prefix = prefix
         self._model_name = model_name
         self._price = gpu_price
-        self._engine: object = None
+        self._board = board
         self._usable_blocks = 1
         self._stats: Mapping[str, Any] = {}
-        self._before: dict[tuple[str, str], float] = {}
-        self._totals: dict[tuple[str, str], float] = {}
 
-    def update(self, engine: object, usable_blocks: int, stats: Mapping[str, Any]) -> None:
+    def update(self, born: float, usable_blocks: int, stats: Mapping[str, Any]) -> None:
         """Take in a look at an engine.
 
         Args:
-            engine: which one. usable_blocks: of its cache.
+            born: when it started, see `wire.Ready`. usable_blocks: of its cache.
             stats: `EngineStats`, as a dict.
         """
-        if engine is not self._engine:
-            self._engine, self._before = engine, dict(self._totals)
         self._usable_blocks = usable_blocks
         self._stats = stats
-        for key, value in _counts(stats):
-            # NOTE: the seconds of rest are measured up to now, and again when they are over: never count backwards.
-            self._totals[key] = max(self._totals.get(key, 0.0), self._before.get(key, 0.0) + value)
+        numbers = self._board.shared
+        with self._board.locked():
+            if born > numbers[_BORN]:
+                numbers[_BORN] = born
+                numbers[_BEFORE:_TOTALS] = numbers[_TOTALS:SHARED_NUMBERS]
+            elif born < numbers[_BORN]:  # another process has seen the next one already
+                return
+            for place, value in enumerate(_counts(stats)):
+                # NOTE: the seconds of rest are measured up to now, and again when they are over: never count backwards.
+                numbers[_TOTALS + place] = max(numbers[_TOTALS + place], numbers[_BEFORE + place] + value)
 
     def lost(self) -> None:
         """There is no engine now."""
@@ -100,9 +117,8 @@ class EngineMetrics(Collector):
     def _counter(self, counted: _Counted) -> Metric:
         labels = ["model_name"] if counted.label is None else ["model_name", counted.label]
         family = CounterMetricFamily(self._prefix + counted.name, counted.text, labels=labels)
-        for (name, label), value in self._totals.items():
-            if name == counted.name:
-                family.add_metric([self._model_name, label][: len(labels)], value)
+        for label, value in self._totals(counted.name):
+            family.add_metric([self._model_name, label][: len(labels)], value)
         return family
 
     def _idle_cost(self, price: float) -> Metric:
@@ -111,20 +127,25 @@ class EngineMetrics(Collector):
             "What the GPU's idle time costs a day, by cause, from all time since the start.",
         )
         family = GaugeMetricFamily(self._prefix + name, text, labels=["model_name", "cause"])
-        causes = {label: value for (name, label), value in self._totals.items() if name == "gpu_idle_seconds"}
-        whole = sum(causes.values()) + self._totals.get(("gpu_busy_seconds", ""), 0.0)
-        for cause, seconds in causes.items():
+        causes = list(self._totals("gpu_idle_seconds"))
+        whole = sum(seconds for _, seconds in (*causes, *self._totals("gpu_busy_seconds")))
+        for cause, seconds in causes:
             family.add_metric([self._model_name, cause], price * HOURS * seconds / whole if whole else 0.0)
         return family
 
+    def _totals(self, name: str) -> Iterator[tuple[str, float]]:
+        """The values of a counter by label."""
+        for place, key in enumerate(_KEYS, _TOTALS):
+            if key[0] == name:
+                yield key[1], self._board.shared[place]
 
-def _counts(stats: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
-    """The counters of one engine, by name and label."""
+
+def _counts(stats: Mapping[str, Any]) -> Iterator[float]:
+    """The counters of one engine, in the order of `_KEYS`."""
     for counted in COUNTERS:
         if counted.label is None:
-            yield (counted.name, ""), sum(stats[name] for name in counted.sums)
+            yield sum(stats[name] for name in counted.sums)
         else:
-            values = dict(stats[counted.sums[0]])
-            if RESTING in values:
-                values[RESTING] += stats["resting_seconds"]
-            yield from (((counted.name, label), value) for label, value in values.items())
+            values = stats[counted.sums[0]]
+            for label in _LABELS[counted.label]:
+                yield values[label] + (stats["resting_seconds"] if label == NOTHING else 0.0)

@@ -14,9 +14,9 @@ from ..device.step_times import StepTimes
 from ..errors import EngineClosed, EngineDead
 from ..openai.events import event
 from ..trace.spans import spans_of
+from .attached_engine import AttachedEngine
 from .description import EVENTS
 from .event_stream import EventStream
-from .remote_engine import RemoteEngine
 from .service import Service
 
 PERIOD = 0.5
@@ -60,12 +60,12 @@ class LiveFeed:
             return seen
 
 
-async def _look_at(engine: RemoteEngine) -> dict[str, Any]:
+async def _look_at(engine: AttachedEngine) -> dict[str, Any]:
     look = await asyncio.wrap_future(engine.ask_look())
     return {
         "pid": engine.pid,
         "time": time.perf_counter(),
-        "max_rows": engine.max_rows,
+        "max_rows": engine.ready.max_rows,
         "usable_blocks": engine.limits.usable_blocks,
         "stats": look.values,
         "spans": _spans(_after_rest(look.steps)),

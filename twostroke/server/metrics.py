@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from ..request import FinishReason
 from ..text.handle import Handle
 from ..text.output import Delta
-from .engine_metrics import EngineMetrics
+from .board import WAITING, Board
+from .engine_metrics import SHARED_NUMBERS, EngineMetrics
+from .tallies import CounterTally, HistogramTally
 
 PREFIX = "twostroke:"
 
@@ -38,38 +42,50 @@ HISTOGRAMS = {
 }
 
 
-class Metrics:
-    """What the server counts, in a registry of its own: several servers of one process do not get mixed up.
+def _tallies() -> tuple[dict[str, HistogramTally], CounterTally]:
+    """The histograms by name, and the counters, one behind the other on a board."""
+    histograms, end = {}, WAITING + 1
+    for name, (text, bounds) in HISTOGRAMS.items():
+        histograms[name] = HistogramTally(PREFIX + name, text, bounds, end)
+        end = histograms[name].end
+    reasons = [reason.value for reason in FinishReason]
+    return histograms, CounterTally(f"{PREFIX}request_success", "Samples that ended.", "finished_reason", reasons, end)
+
+
+_HISTOGRAMS, _ENDED = _tallies()
+
+
+def make_board(processes: int = 1) -> Board:
+    """Return a board for the metrics of so many API processes."""
+    return Board(SHARED_NUMBERS, _ENDED.end, processes)
+
+
+class Metrics(Collector):
+    """What the server counts, on a board, and what is known of its engine.
 
     Args:
         model_name: a label of all metrics.
         gpu_price: of an hour; None where it is not known.
+        board: that of all API processes; None for one alone.
     """
 
-    def __init__(self, model_name: str, gpu_price: float | None) -> None:
-        self.engine = EngineMetrics(PREFIX, model_name, gpu_price)
+    def __init__(self, model_name: str, gpu_price: float | None, board: Board | None = None) -> None:
+        self._model_name = model_name
+        self._board = make_board() if board is None else board
+        self.engine = EngineMetrics(PREFIX, model_name, gpu_price, self._board)
+        # NOTE: a registry of its own: several servers of one process do not get mixed up.
         self._registry = CollectorRegistry()
         self._registry.register(self.engine)
-        self._histograms = {
-            name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(
-                model_name
-            )
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-        ended = Counter(
-            f"{PREFIX}request_success",
-            "Samples that ended.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
-        )
-        self._ended = {reason: ended.labels(model_name, reason.value) for reason in FinishReason}
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        tallies: tuple[HistogramTally | CounterTally, ...] = (*_HISTOGRAMS.values(), _ENDED)
+        for tally in tallies:
+            yield tally.read(self._board, self._model_name)
 
     def begin(self, handles: Sequence[Handle]) -> Pace:
         """Return what takes note of the deltas of a call."""
-        first, later = (
-            self._histograms[name] for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")
-        )
-        return Pace(handles, first, later)
+        return Pace(handles, self._observe)
 
     def end(self, handles: Sequence[Handle], pace: Pace) -> None:
         """Count the requests of a call that is over."""
@@ -77,7 +93,7 @@ class Metrics:
             self._observe("request_prompt_tokens", len(handle.sample.request.prompt))
             for sample in handle.samples:
                 failed = FinishReason.ERROR if handle.done else FinishReason.CANCELLED
-                self._ended[sample.finish_reason or failed].inc()
+                _ENDED.count(self._board, (sample.finish_reason or failed).value)
                 if sample.finish_reason is not None:
                     self._observe("request_generation_tokens", len(sample.output))
             self._observe_times(handle, first_seen=pace.has_begun(place))
@@ -104,19 +120,21 @@ class Metrics:
         self._observe("e2e_request_latency_seconds", last - times.submitted)
 
     def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+        _HISTOGRAMS[name].observe(self._board, value)
 
 
 class Pace:
     """Observes when the deltas of a call come.
 
     A request that is not streamed has none; its first token is known of when it ends.
+
+    Args:
+        observe: adds a value to the histogram of a name.
     """
 
-    def __init__(self, handles: Sequence[Handle], first: Histogram, later: Histogram) -> None:
+    def __init__(self, handles: Sequence[Handle], observe: Callable[[str, float], None]) -> None:
         self._handles = handles
-        self._first = first
-        self._later = later
+        self._observe = observe
         self._seen: dict[tuple[int, int], float] = {}
         self._begun: set[int] = set()
 
@@ -131,7 +149,8 @@ class Pace:
         now, key = time.perf_counter(), (place, delta.index)
         before, self._seen[key] = self._seen.get(key), now
         if before is not None:
-            self._later.observe((now - before) / len(delta.token_ids))
+            self._observe("inter_token_latency_seconds", (now - before) / len(delta.token_ids))
         elif place not in self._begun:
             self._begun.add(place)
-            self._first.observe(now - self._handles[place].sample.timings.submitted)
+            submitted = self._handles[place].sample.timings.submitted
+            self._observe("time_to_first_token_seconds", now - submitted)

@@ -33,4 +33,4 @@ async def _ask_engine(service: Service) -> None:
     except (EngineDead, EngineClosed, TimeoutError):
         service.metrics.engine.lost()
         return
-    service.metrics.engine.update(engine, engine.limits.usable_blocks, stats)
+    service.metrics.engine.update(engine.ready.born, engine.limits.usable_blocks, stats)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import EngineClosed, EngineDead, InvalidConfig, QueueFull
 from ..openai.call import Call
@@ -16,10 +16,10 @@ from ..prompts import Prompt
 from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from ..text.tokenizer import Tokenizer
+from .attached_engine import AttachedEngine
+from .board import Board
 from .metrics import Metrics
-from .remote_engine import RemoteEngine
 from .settings import ServerSettings
-from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     from .tracing import Tracing
@@ -31,14 +31,26 @@ _MESSAGE_COST = 100
 """A message takes a chat template about as long as so many characters take the tokenizer."""
 
 
-class Service:
-    """Admission and the life of calls. Used in one asyncio loop."""
+class Seat(Protocol):
+    """Where the engine is that is in use: that of a supervisor, or what an API process was given."""
 
-    def __init__(self, supervisor: Supervisor, settings: ServerSettings) -> None:
+    @property
+    def engine(self) -> AttachedEngine | None: ...
+
+
+class Service:
+    """Admission and the life of calls. Used in one asyncio loop.
+
+    Args:
+        seat: has the engine.
+        board: that of all API processes of the server; None if this is the only one.
+    """
+
+    def __init__(self, seat: Seat, settings: ServerSettings, board: Board | None = None) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.model_name, settings.gpu_price)
+        self.metrics = Metrics(settings.model_name, settings.gpu_price, board)
         self._tracing = _start_tracing(settings)
-        self._supervisor = supervisor
+        self._seat = seat
         self._calls: dict[Call, list[Callable[[Sequence[Handle]], None]]] = {}
         self._draining = False
         self._idle = asyncio.Event()
@@ -50,9 +62,9 @@ class Service:
         return self.running_engine is not None
 
     @property
-    def running_engine(self) -> RemoteEngine | None:
+    def running_engine(self) -> AttachedEngine | None:
         """The engine, if there is one, for whoever looks and asks for no work."""
-        return self._supervisor.engine
+        return self._seat.engine
 
     @property
     def ready(self) -> bool:
@@ -65,13 +77,13 @@ class Service:
         return self._draining
 
     @property
-    def engine(self) -> RemoteEngine:
+    def engine(self) -> AttachedEngine:
         """The engine.
 
         Raises:
             ApiError: there is none, or no more work is taken.
         """
-        engine = self._supervisor.engine
+        engine = self._seat.engine
         if self._draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if engine is None:

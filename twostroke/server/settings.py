@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class ServerSettings:
         request_timeout: seconds that a request may take; None is for ever.
         shutdown_timeout: seconds that requests are given to end after SIGTERM; those left are cancelled.
         restart: start the engine process again when it has died.
+        api_processes: processes that answer HTTP, in front of one engine process.
         otlp_traces_endpoint: URL to which traces of requests are sent, by OTLP over HTTP; None: there are none.
         gpu_price: what an hour of the GPU costs, in any currency; None where that is not known.
     """
@@ -47,6 +49,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     restart: bool = False
     gpu_price: float | None = None
+    api_processes: int = 1
     otlp_traces_endpoint: str | None = None
 
     def validate(self) -> None:
@@ -56,10 +59,15 @@ class ServerSettings:
             ("max_samples", 1, None),
             ("max_body_bytes", 1, None),
             ("shutdown_timeout", 0, None),
+            ("api_processes", 1, None),
         ):
             value = getattr(self, name)
             if not value >= low or (high is not None and value > high):
                 raise InvalidConfig(f"{name}={shown(value)} must be {f'in [{low}, {high}]' if high else f'>= {low}'}")
+        if self.api_processes > 1 and sys.platform != "linux":
+            raise InvalidConfig(
+                f"api_processes={self.api_processes} needs Linux: no other system shares a port's connections out"
+            )
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise InvalidConfig(f"request_timeout={shown(self.request_timeout)} must be > 0")
         endpoint = self.otlp_traces_endpoint

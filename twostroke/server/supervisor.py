@@ -6,9 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from ..errors import TwostrokeError
-from .remote_engine import RemoteEngine
 
 _log = logging.getLogger(__name__)
 
@@ -16,10 +16,41 @@ FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
 """Seconds before the first restart, and at most; each failure in a row doubles them."""
 
 STEADY_SECONDS = 60.0
-"""An engine that lived as long did not fail in a row with the one before."""
+"""What ran as long did not fail in a row with the time before."""
 
 
-class Supervisor:
+class Failures:
+    """How often in a row something has failed that is started again; its first start was just now."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._began: float | None = time.monotonic()
+
+    def started(self) -> None:
+        """It runs again."""
+        self._began = time.monotonic()
+
+    def delay(self) -> float:
+        """Note that it failed, or did not start; return the seconds to wait before the next start."""
+        if self._began is not None and time.monotonic() - self._began > STEADY_SECONDS:
+            self._count = 0
+        self._began = None
+        self._count += 1
+        return min(FIRST_DELAY * 2 ** (self._count - 1), LONGEST_DELAY)
+
+
+class Engine(Protocol):
+    """An engine in a process of its own."""
+
+    @property
+    def alive(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+E = TypeVar("E", bound=Engine)
+
+
+class Supervisor(Generic[E]):
     """Holds the engine that is in use. Returns when the first one is ready.
 
     Args:
@@ -30,17 +61,18 @@ class Supervisor:
         TwostrokeError: the first engine did not start.
     """
 
-    def __init__(self, start: Callable[[Callable[[], None]], RemoteEngine], *, restart: bool) -> None:
+    def __init__(self, start: Callable[[Callable[[], None]], E], *, restart: bool) -> None:
         self._start = start
         self._restart = restart
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._failures = 0
-        self._began = time.monotonic()
-        self._engine: RemoteEngine | None = start(self._on_end)
+        self._starting = threading.Lock()
+        self._failures = Failures()
+        with self._starting:
+            self._engine: E | None = start(self._on_end)
 
     @property
-    def engine(self) -> RemoteEngine | None:
+    def engine(self) -> E | None:
         """The engine that takes requests, if there is one."""
         engine = self._engine
         return engine if engine is not None and engine.alive else None
@@ -56,13 +88,11 @@ class Supervisor:
     def _on_end(self) -> None:
         """The engine is dead; called by a thread that was its own."""
         _log.error("the engine process has ended%s", "; starting another" if self._restart else "")
-        if time.monotonic() - self._began > STEADY_SECONDS:
-            self._failures = 0
-        while self._restart and self.engine is None:
-            if self._closed.wait(min(FIRST_DELAY * 2**self._failures, LONGEST_DELAY)):
-                return
-            self._failures += 1
-            self._try_start()
+        with self._starting:  # one that dies as it starts is waited for
+            while self._restart and self.engine is None:
+                if self._closed.wait(self._failures.delay()):
+                    return
+                self._try_start()
 
     def _try_start(self) -> None:
         try:
@@ -70,7 +100,7 @@ class Supervisor:
         except (TwostrokeError, OSError) as error:
             _log.error("the engine did not start: %s", error)
             return
-        self._began = time.monotonic()
+        self._failures.started()
         with self._lock:
             if not self._closed.is_set():
                 self._engine = engine

@@ -1,7 +1,8 @@
-"""What the API process and the engine process say to each other: token ids, never text.
+"""What API processes and the engine process say to each other: token ids, never text.
 
-Messages are MessagePack arrays. Each process encodes and decodes with the types below, so a field that the other does
-not know, or a value of a wrong type, is an error at once.
+An engine process has a connection to the process that started it, and one to each API process. Messages are MessagePack
+arrays. Each process encodes and decodes with the types below, so a field that the other does not know, or a value of a
+wrong type, is an error at once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One request to run.
 
     Attributes:
-        number: what both processes call its first sample; the others have the numbers after that. No user ever sees or
-            chooses them.
+        number: what both ends of the connection call its first sample; the others have the numbers after that. No user
+            ever sees or chooses them, and those of another connection are no concern of theirs.
         prompt: int32 token ids.
         params: as the user gave them, with the seed, max_tokens and min_tokens that hold, and bad words as token ids.
     """
@@ -67,7 +68,11 @@ class AskLook(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """End every sample, send what is left, and exit."""
+    """End every sample, send what is left, and end the connection; from its parent, also the process."""
+
+
+class Attach(Message, frozen=True):
+    """Here comes, behind this message, the other end of an API process's connection."""
 
 
 class Ready(Message, frozen=True):
@@ -76,15 +81,19 @@ class Ready(Message, frozen=True):
     Attributes:
         directory: the model's files; None for a preset.
         max_rows: samples that can run at once.
+        pid: of the engine process.
+        born: when it had started, in seconds of `time.perf_counter`; no other engine of the machine has the same.
     """
 
     limits: Limits
     directory: str | None
     max_rows: int
+    pid: int
+    born: float
 
 
 class Refused(Message, frozen=True):
-    """The engine could not start. `kind` is the name of the error's class."""
+    """The process could not start. `kind` is the name of the error's class."""
 
     kind: str
     text: str
@@ -129,7 +138,7 @@ class Outputs(Message, frozen=True):
 
 
 class Begun(Message, frozen=True):
-    """So many samples wait no longer to begin, in all."""
+    """So many samples of this connection wait no longer to begin, in all."""
 
     count: int
 
@@ -154,8 +163,36 @@ class Died(Message, frozen=True):
 
 
 ToEngine = Submit | Cancel | Stream | Finish | AskStats | AskLook | Close
-FromEngine = Ready | Refused | Outputs | Begun | Stats | Look | Died
+FromEngine = Outputs | Begun | Stats | Look | Died
+"""Between an API process and the engine."""
+
+ToChild = Attach | Close
+FromChild = Ready | Refused | Died
+"""Between an engine process and the one that started it."""
+
+
+class NewEngine(Message, frozen=True):
+    """There is another engine; behind this message comes the end of a connection to it."""
+
+    ready: Ready
+
+
+class Drain(Message, frozen=True):
+    """Admit nothing more; when all requests have ended, exit."""
+
+
+class Listening(Message, frozen=True):
+    """The API process answers."""
+
+
+ToApi = NewEngine | Drain
+FromApi = Listening | Refused
+"""Between an API process and the one that started it."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_for_child = msgspec.msgpack.Decoder(ToChild).decode
+decode_from_child = msgspec.msgpack.Decoder(FromChild).decode
+decode_for_api = msgspec.msgpack.Decoder(ToApi).decode
+decode_from_api = msgspec.msgpack.Decoder(FromApi).decode
