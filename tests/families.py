@@ -23,11 +23,28 @@ ADAPTED = {
     "gemma": transformers.GemmaConfig(**SMALL, **HEADS, **NO_STOP, head_dim=16),
 }
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+HYBRID = {
+    "qwen2_hybrid": transformers.Qwen2Config(
+        **SMALL | {"num_hidden_layers": 4}, **HEADS, **NO_STOP, use_sliding_window=True, sliding_window=10,
+        layer_types=[FULL, SLIDING, FULL, SLIDING],
+    ),
+    "qwen3_hybrid": transformers.Qwen3Config(
+        **SMALL | {"num_hidden_layers": 4}, **HEADS, **NO_STOP, head_dim=16, use_sliding_window=True,
+        sliding_window=7, layer_types=[SLIDING, SLIDING, FULL, SLIDING],
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        **SMALL | {"num_hidden_layers": 6}, **HEADS, **NO_STOP, head_dim=16, sliding_window=9,
+        query_pre_attn_scalar=16, layer_types=[SLIDING] * 5 + [FULL],
+    ),
+}  # fmt: skip
+"""Windows in some layers; the last one runs through the adapter."""
+
 
 def save_family(family: str, directory: Path) -> transformers.PreTrainedModel:
     """Make the family's model, save it to `directory`, and return it."""
     torch.manual_seed(sum(map(ord, family)))
-    model = transformers.AutoModelForCausalLM.from_config((NATIVE | ADAPTED)[family]).eval()
+    model = transformers.AutoModelForCausalLM.from_config((NATIVE | ADAPTED | HYBRID)[family]).eval()
     # NOTE: the default initialisation is so small that logits hardly differ; ties would hide errors.
     with torch.no_grad():
         for parameter in model.parameters():

@@ -31,15 +31,15 @@ class Case:
     answer: torch.Tensor
 
     def fill(self, attention: Attention, layer: int = 0) -> None:
-        """Poison the layer's cache with NaN, the dummy block too, then store the past of every sequence."""
+        """Poison the layer's cache with NaN, the dummy block too, then store the past that every sequence sees."""
         spec = attention.layers[layer]
         table = self.step.block_tables[spec.group]
         for cache, which in ((attention.keys[layer], 0), (attention.values[layer], 1)):
             cache.fill_(float("nan"))
             for row, past in self.past().items():
-                position = torch.arange(past, device=table.device)
+                position = torch.arange(max(0, past + 1 - spec.window) if spec.window else 0, past, device=table.device)
                 blocks = table[row, position // attention.block_size].long()
-                cache[blocks, :, position % attention.block_size] = self.sequences[row][which][:past].to(cache)
+                cache[blocks, :, position % attention.block_size] = self.sequences[row][which][position.cpu()].to(cache)
 
     def past(self) -> dict[int, int]:
         """Row -> positions before the step."""

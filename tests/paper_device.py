@@ -36,10 +36,13 @@ def next_token(
     return token
 
 
-def oracle(request: Request, nan_at: int | None = None, seed: int | None = None) -> tuple[list[int], FinishReason]:
+def oracle(
+    request: Request, nan_at: int | None = None, seed: int | None = None, window: int = 0
+) -> tuple[list[int], FinishReason]:
     """The output that `request` must get, and why it ends.
 
-    `nan_at` is the output index whose logits are NaN; `seed` that of a sample other than the first.
+    `nan_at` is the output index whose logits are NaN; `seed` that of a sample other than the first; `window` the
+    widest of the cache groups' windows, 0 if one sees all.
     """
     seed = request.seed if seed is None else seed
     tokens, stops = request.prompt.tolist(), set(request.terms.stop_ids.tolist())
@@ -49,7 +52,7 @@ def oracle(request: Request, nan_at: int | None = None, seed: int | None = None)
             return output, FinishReason.ERROR
         known = tokens + output
         mask = allowed(known, VOCAB) if has_mask(request, len(output)) else ANY
-        output.append(next_token(seed, known, len(output), request.params.min_tokens, stops, mask))
+        output.append(next_token(seed, known[-window:], len(output), request.params.min_tokens, stops, mask))
         if output[-1] in stops:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
@@ -62,42 +65,49 @@ BAD = -13
 class PaperDevice:
     """Row state, tables, lanes, and a KV cache that keeps the tokens themselves: a wrong table gives wrong tokens.
 
+    Blocks have one number for all groups, and belong to the group that wrote them last.
+
     When a row's logits are bad, so is all that it has computed since its last good token: nobody may ever read it.
 
     Attributes:
-        prefixes: of each block of each group that was written to its end, the tokens that were in the row up to there.
-        written: step in which each block of each group was written last.
+        prefixes: of each block that was written to its end, the tokens of the row up to there.
+        written: step in which each block was written last. group_of: by which group.
+        history: what the tokens of each row must be.
         version: of the weights. version_of: by which of them each output of each seed was sampled.
         epoch_of: epoch of the row that wrote it; a row has the `epoch` in which it joined.
         host: what each host slot holds, see `save`.
     """
 
-    def __init__(self, *, max_rows: int, max_len: int, block_size: int, num_blocks: int, num_groups: int) -> None:
-        self.dummy_row, self.block_size, self.num_groups = max_rows, block_size, num_groups
+    def __init__(
+        self, *, max_rows: int, max_len: int, block_size: int, num_blocks: int, windows: tuple[int, ...]
+    ) -> None:
+        self.dummy_row, self.block_size, self.windows, self.num_groups = max_rows, block_size, windows, len(windows)
+        self.widest = 0 if 0 in windows else max(windows)
         self.rows: dict[int, dict] = {}
-        self.tables = np.full((num_groups, max_rows + 1, -(-max_len // block_size)), DUMMY_BLOCK, np.int32)
-        self.held = np.zeros((num_groups, max_rows + 1), int)
-        self.cache = np.full((num_groups, num_blocks, block_size), -1, int)
+        self.tables = np.full((self.num_groups, max_rows + 1, -(-max_len // block_size)), DUMMY_BLOCK, np.int32)
+        self.held = np.zeros((self.num_groups, max_rows + 1), int)
+        self.cache = np.full((num_blocks, block_size), -1, int)
         self.lanes = np.full(max_rows, max_rows, int)
         self.nan_at: dict[int, int] = {}
         self.epoch = 0
         self.version = 0
         self.version_of: dict[tuple[int, int], int] = {}
         self._held: set[int] = set()
-        self.prefixes: dict[tuple[int, int], list[int]] = {}
-        self.written = np.full((num_groups, num_blocks), -1)
-        self.epoch_of = np.full((num_groups, num_blocks), -1)
+        self.prefixes: dict[int, list[int]] = {}
+        self.history: dict[int, list[int]] = {}
+        self.written = np.full(num_blocks, -1)
+        self.group_of = np.full(num_blocks, -1)
+        self.epoch_of = np.full(num_blocks, -1)
         self.host: dict[int, tuple] = {}
         self._step = -1
 
     def save(self, block: int, slot: int) -> None:
-        prefixes = [self.prefixes[group, block] for group in range(self.num_groups)]
-        epochs = self.epoch_of[:, block].copy()
-        self.host[slot] = self.cache[:, block].copy(), prefixes, self.written[:, block].copy(), epochs
+        whose = self.written[block], self.epoch_of[block], self.group_of[block]
+        self.host[slot] = self.cache[block].copy(), self.prefixes[block], whose
 
     def load(self, slot: int, block: int) -> None:
-        self.cache[:, block], prefixes, self.written[:, block], self.epoch_of[:, block] = self.host[slot]
-        self.prefixes |= {(group, block): prefix for group, prefix in enumerate(prefixes)}
+        self.cache[block], self.prefixes[block], whose = self.host[slot]
+        self.written[block], self.epoch_of[block], self.group_of[block] = whose
 
     def run(self, plan: Plan) -> StepOutput:
         """Run a step; held positions stay without a token until `complete`."""
@@ -126,7 +136,9 @@ class PaperDevice:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(bool)
             output.tokens[position], output.flags[position] = self._sample(self.rows[row], bits)
         for place in set(range(len(plan.held))) - set(held.places.tolist()):
-            self.rows[int(rows[plan.held[place]])]["length"] -= 1
+            state = self.rows[int(rows[plan.held[place]])]
+            state["length"] -= 1
+            state["launched"] -= 1
 
     def _apply(self, plan: Plan) -> None:
         for record in plan.joins:
@@ -135,9 +147,11 @@ class PaperDevice:
             self.rows[row] = {name: record[name] for name in record.dtype.names}
             self.rows[row]["seed"] = int(record["seed_low"]) | int(record["seed_high"]) << 32
             self.rows[row] |= {"first": int(record["length"]), "good": int(record["length"]), "epoch": self.epoch}
-            self.held[:, row] = 0
+            self.rows[row]["launched"] = int(record["length"])
+            self.tables[:, row] = DUMMY_BLOCK
+            self.held[:, row] = [self._first_of(group, int(record["length"])) for group in range(self.num_groups)]
         for source, target in plan.block_copies.tolist():
-            self.cache[:, target] = self.cache[:, source]
+            self.cache[target], self.group_of[target] = self.cache[source], self.group_of[source]
         for group, row, index, block in plan.block_deltas.tolist():
             assert index == self.held[group, row], "a hole in the block table"
             assert block != DUMMY_BLOCK
@@ -146,34 +160,66 @@ class PaperDevice:
         for lane, row in plan.lane_deltas.tolist():
             self.lanes[lane] = row
 
-    def blocks_of(self, row: int) -> list[tuple[int, int]]:
-        return [(g, int(b)) for g in range(self.num_groups) for b in self.tables[g, row, : self.held[g, row]]]
+    def _first_of(self, group: int, length: int) -> int:
+        """The first block that a row with `length` positions has, if it joins."""
+        window = self.windows[group]
+        full = length // self.block_size
+        return max(0, full * self.block_size - window + 1) // self.block_size if window else 0
 
-    def _write(self, row: int, position: int, token: int) -> None:
+    def blocks_of(self, row: int) -> list[int]:
+        return [
+            int(block) for group in range(self.num_groups) for block in self.tables[group, row, : self.held[group, row]]
+        ]
+
+    def unseen(self, row: int) -> list[int]:
+        """Blocks in which no position from the row's next one on sees anything."""
+        blocks = []
+        for group, window in enumerate(self.windows):
+            if window:
+                first = max(0, self.rows[row]["launched"] - window + 1)
+                blocks += self.tables[group, row, : min(first // self.block_size, self.held[group, row])].tolist()
+        return blocks
+
+    def _write(self, row: int, position: int, token: int, seen_from: int | None = None) -> None:
+        """Write a token; what `seen_from`, a position, does not see any more is another's by now."""
         index, offset = divmod(position, self.block_size)
         assert position >= self.rows[row]["first"], "a shared block is written"
         assert (self.held[:, row] > index).all(), f"no block for position {position} of row {row}"
-        for group in range(self.num_groups):
-            block = self.tables[group, row, index]
-            self.cache[group, block, offset] = token
-            self.written[group, block], self.epoch_of[group, block] = self._step, self.rows[row]["epoch"]
-        if offset == self.block_size - 1:
-            read = self._read(row, position + 1)
-            self.prefixes |= {(g, int(self.tables[g, row, index])): read for g in range(self.num_groups)}
+        history = self.history[row]
+        history[position:] = [token, *history[position + 1 :]]
+        for group, window in enumerate(self.windows):
+            if window and seen_from is not None and position <= seen_from - window:
+                continue
+            block = int(self.tables[group, row, index])
+            self.cache[block, offset] = token
+            self.written[block], self.epoch_of[block], self.group_of[block] = (
+                self._step,
+                self.rows[row]["epoch"],
+                group,
+            )
+            if offset == self.block_size - 1:
+                self.prefixes[block] = history[: position + 1]
 
     def _read(self, row: int, count: int) -> list[int]:
-        blocks = -(-count // self.block_size)
-        reads = [self.cache[g, self.tables[g, row, :blocks]].ravel()[:count].tolist() for g in range(self.num_groups)]
-        assert all(read == reads[0] for read in reads)
-        return reads[0]
+        """What the position behind `count` - 1 others sees in the group that sees most."""
+        reads = []
+        for group, window in enumerate(self.windows):
+            positions = np.arange(max(0, count - window) if window else 0, count)
+            blocks = self.tables[group, row, positions // self.block_size]
+            assert (self.group_of[blocks] == group).all(), "a block of another group is read"
+            reads.append(self.cache[blocks, positions % self.block_size].tolist())
+        longest = max(reads, key=len)
+        assert all(read == longest[len(longest) - len(read) :] for read in reads)
+        return longest
 
     def _decode(self, row: int) -> tuple[int, int]:
         state = self.rows[row]
+        state["launched"] += 1
         if state["done"]:
             return -7, 0
         self._write(row, int(state["length"]), int(state["last_token"]))
         state["length"] += 1
-        return self._compute(state, row)
+        return self._compute(state, row, int(state["length"]) - 1)
 
     def _prefill(self, row: int, start: int, tokens: list[int], samples: int) -> tuple[int, int]:
         state = self.rows[row]
@@ -182,15 +228,19 @@ class PaperDevice:
         for position, token in enumerate(tokens, start):
             self._write(row, position, token)
         state["length"] += len(tokens)
-        return self._compute(state, row) if samples else (-7, 0)
+        state["launched"] += len(tokens)
+        return self._compute(state, row, start) if samples else (-7, 0)
 
-    def _compute(self, state: dict, row: int) -> tuple[int, int]:
-        """Compute the logits of the row's last position, and sample from them unless the row is held."""
+    def _compute(self, state: dict, row: int, start: int) -> tuple[int, int]:
+        """Compute the logits of the row's last position, and sample from them unless the row is held.
+
+        `start` is the first position that this step computes.
+        """
         state["version"] = self.version
         state["seen"] = self._read(row, int(state["length"]))
         if self._is_bad(state):
             for position in range(state["good"], int(state["length"])):
-                self._write(row, position, BAD)
+                self._write(row, position, BAD, seen_from=start)
         return (-7, 0) if row in self._held else self._sample(state)
 
     def _sample(self, state: dict, mask: np.ndarray = ANY) -> tuple[int, int]:
@@ -201,7 +251,7 @@ class PaperDevice:
             state["done"] = 1
             return -7, int(Flag.ERROR)
         stops = set(state["stop_ids"].tolist()) - {-1}
-        state["good"] = len(state["seen"])
+        state["good"] = int(state["length"])
         token = next_token(state["seed"], state["seen"], outputs, int(state["min_outputs"]), stops, mask)
         state["last_token"], state["outputs"] = token, outputs + 1
         self.version_of[state["seed"], outputs] = state["version"]
@@ -251,10 +301,10 @@ class PaperLink:
         for slot, block in plan.loads.tolist():
             self.device.load(slot, block)
             expected = self.expected.pop((plan.step, block))
-            assert all(self.device.prefixes[g, block] == expected for g in range(self.device.num_groups))
+            assert self.device.prefixes[block] == expected
             size = self.device.block_size
-            assert (self.device.cache[:, block] == expected[-size:]).all(), "other tokens came back"
-            assert (self.device.written[:, block] < plan.step).all()
+            assert self.device.cache[block].tolist() == expected[-size:], "other tokens came back"
+            assert self.device.written[block] < plan.step
         self._done.append((plan.step, len(plan.saves) + len(plan.loads), 1.0))
 
 
@@ -263,6 +313,11 @@ class EveryCopyPays(CopyCosts):
 
     def pays(self, copies: int) -> bool:
         return True
+
+
+def _block(block: int) -> tuple[str, int]:
+    """A block among the things that are used, of which rows are plain numbers."""
+    return "block", block
 
 
 class Workshop:
@@ -281,7 +336,7 @@ class Workshop:
         max_model_len: int = 256,
         block_size: int = 4,
         usable_blocks: int = 256,
-        num_groups: int = 1,
+        windows: tuple[int, ...] = (0,),
         max_chunk_tokens: int | None = None,
         prefix_cache: bool = True,
         policy: Policy = FIRST_COME,
@@ -301,7 +356,7 @@ class Workshop:
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=usable_blocks + 1,
-            num_groups=num_groups,
+            windows=windows,
             max_chunk_tokens=max_chunk_tokens,
             prefix_cache=prefix_cache,
             tier=tier if host_slots else None,
@@ -316,10 +371,19 @@ class Workshop:
             max_len=max_model_len,
             block_size=block_size,
             num_blocks=usable_blocks + 1,
-            num_groups=num_groups,
+            windows=windows,
+        )
+        chunk = self.scheduler.groups.max_chunk_tokens
+        self.limits = Limits(
+            VOCAB,
+            max_model_len,
+            block_size,
+            usable_blocks,
+            windows=windows,
+            max_chunk_tokens=chunk,
+            priorities=True,
         )
         self.link.device = self.device
-        self.limits = Limits(VOCAB, max_model_len, block_size, usable_blocks, priorities=True)
         self.num_rows = min(max_rows, max_step_tokens)
         self.in_flight: deque[tuple[Plan, StepOutput]] = deque()
         self.plans: list[Plan] = []
@@ -330,7 +394,7 @@ class Workshop:
         self.expired: set[Sample] = set()
         self._user_of_row: dict[int, Sample] = {}
         self._row_of: dict[Sample, int] = {}
-        self._owners: dict[tuple[int, int], set[Sample]] = {}
+        self._owners: dict[tuple[str, int], set[Sample]] = {}
         self.hits: dict[Sample, int] = {}  # shared positions of each sample's last admission
         self._quarantine: dict[object, int] = {}  # block or row -> step that must be committed before it is used again
 
@@ -453,7 +517,7 @@ class Workshop:
     def _running_rows(self) -> dict[Sample, list]:
         """What each running sample has: its blocks, if they are still its own, and its row."""
         return {
-            sample: [*(b for b in self.device.blocks_of(row) if sample in self._owners.get(b, ())), row]
+            sample: [*(b for b in map(_block, self.device.blocks_of(row)) if sample in self._owners.get(b, ())), row]
             for sample, row in self._row_of.items()
             if sample.state is SampleState.RUNNING
         }
@@ -472,6 +536,10 @@ class Workshop:
     def _check_reuse(self, plan: Plan) -> None:
         """No living sample loses a block or a row, and what an ended one had rests until its last step is committed."""
         committed = plan.step - 1 - len(self.in_flight)
+        for sample, row in self._row_of.items():
+            if sample.state is SampleState.RUNNING and self._user_of_row.get(row) is sample:
+                for block in map(_block, self.device.unseen(row)):
+                    self._owners.get(block, set()).discard(sample)
         seeds = plan.joins["seed_low"].astype(np.uint64) | plan.joins["seed_high"].astype(np.uint64) << np.uint64(32)
         joining = [next(s for s in self.samples if s.seed == seed) for seed in seeds.tolist()]
         for sample in joining:
@@ -480,24 +548,25 @@ class Workshop:
             row = int(record["row"])
             self._check_free(row, {self._user_of_row.get(row)}, committed)
             self.hits[sample] = int(record["length"])
+            self.device.history[row] = sample.tokens[: self.hits[sample]].tolist()
             assert all(row not in p.lane_rows and row not in p.chunks[:, 0] for p, _ in self.in_flight)
             self._user_of_row[row], self._row_of[sample] = sample, row
         joined = set(plan.joins["row"].tolist())
-        returning = {(group, block) for block in plan.loads[:, 1].tolist() for group in range(self.device.num_groups)}
+        returning = set(plan.loads[:, 1].tolist())
         for group, row, index, block in plan.block_deltas.tolist():
             sample = self._user_of_row[row]
             found = row in joined and (index + 1) * self.limits.block_size <= self.hits[sample]
-            if found and (group, block) not in returning:
+            if found and block not in returning:
                 self._check_shared(group, block, index, sample, committed)
-                self._owners[group, block].add(sample)
+                self._owners[_block(block)].add(sample)
             else:
                 if found:
-                    returning.remove((group, block))  # others share it from now on
+                    returning.remove(block)  # others share it from now on
                     self.link.expected[plan.step, block] = sample.tokens[
                         : (index + 1) * self.limits.block_size
                     ].tolist()
-                self._check_free((group, block), self._owners.get((group, block), set()), committed)
-                self._owners[group, block] = {sample}
+                self._check_free(_block(block), self._owners.get(_block(block), set()), committed)
+                self._owners[_block(block)] = {sample}
         for row in [*plan.lane_rows.tolist(), *plan.chunks[:, 0].tolist()]:
             assert self._user_of_row[row].state is SampleState.RUNNING, "a step for a sample that does not run"
 
@@ -519,12 +588,13 @@ class Workshop:
         if coming:
             assert coming[-1] == expected, "a shared block is about to hold other tokens"
             return
-        assert device.cache[group, block].tolist() == expected[-size:], "a shared block holds other tokens"
-        assert device.prefixes[group, block] == expected, "a shared block was written after other tokens"
+        assert device.group_of[block] == group, "a shared block is of another group"
+        assert device.cache[block].tolist() == expected[-size:], "a shared block holds other tokens"
+        assert device.prefixes[block] == expected, "a shared block was written after other tokens"
         assert index * size + size < len(sample.tokens), "the last token must be computed"
-        assert device.written[group, block] <= committed, "a block was shared before its step was committed"
+        assert device.written[block] <= committed, "a block was shared before its step was committed"
         # A request that runs goes on with what it has, and its forks are part of it.
-        epoch = device.epoch_of[group, block]
+        epoch = device.epoch_of[block]
         assert epoch == device.epoch or sample.index, "a block was shared across a reset"
 
     def check_idle(self) -> None:
@@ -539,7 +609,7 @@ class Workshop:
 
     def check_output(self, sample: Sample) -> None:
         """The sample's output is the oracle's; of a cancelled one, its beginning."""
-        expected, reason = oracle(sample.request, self.device.nan_at.get(sample.seed), sample.seed)
+        expected, reason = oracle(sample.request, self.device.nan_at.get(sample.seed), sample.seed, self.device.widest)
         output = sample.output.tolist()
         if sample in self.cuts:
             assert (output, sample.finish_reason) == (expected[: self.cuts[sample]], FinishReason.STOP)

@@ -8,31 +8,30 @@ from twostroke.plan import DUMMY_BLOCK
 
 
 def test_hands_out_every_block_once_and_never_the_dummy():
-    pool = BlockPool(6, 4, num_groups=2)
-    blocks = np.concatenate([pool.take(2), pool.take(3)], axis=1)
+    pool = BlockPool(6, 4)
+    blocks = np.concatenate([pool.take(2), pool.take(3)])
     assert blocks.dtype == np.int32
-    for group in blocks:
-        assert sorted(group.tolist()) == [1, 2, 3, 4, 5]
-        assert DUMMY_BLOCK not in group
+    assert sorted(blocks.tolist()) == [1, 2, 3, 4, 5]
+    assert DUMMY_BLOCK not in blocks
     assert (pool.free, pool.available) == (0, 0)
 
 
 def test_takes_back_what_it_gave():
-    pool = BlockPool(6, 4, num_groups=2)
+    pool = BlockPool(6, 4)
     first, second = pool.take(2), pool.take(3)
     pool.give(first)
     assert pool.free == 2
     assert np.array_equal(np.sort(pool.take(2)), np.sort(first))
     pool.give(second)
-    assert pool.free_blocks().shape == (2, 3)
+    assert pool.free_blocks().shape == (3,)
 
 
 def test_what_it_gives_is_a_copy():
     pool = BlockPool(4, 4)
     blocks = pool.take(2)
     kept = blocks.copy()
-    pool.give(blocks[:, :1])
-    pool.give(blocks[:, 1:])
+    pool.give(blocks[:1])
+    pool.give(blocks[1:])
     pool.take(3)[:] = 99
     assert np.array_equal(blocks, kept)
     assert pool.free == 0
@@ -42,7 +41,7 @@ def test_a_reservation_lowers_available_until_it_is_taken_or_undone():
     pool = BlockPool(6, 4)
     pool.reserve(4)
     assert (pool.free, pool.reserved, pool.available) == (5, 4, 1)
-    assert pool.take_reserved(3).shape == (1, 3)
+    assert pool.take_reserved(3).shape == (3,)
     assert (pool.free, pool.reserved, pool.available) == (2, 1, 1)
     pool.unreserve(1)
     assert (pool.free, pool.reserved, pool.available) == (2, 0, 2)

@@ -12,7 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "terms", "limits", "plan", "sampling_params", "structured", "held_input", "logprob_record"}
+WORDS = {"request", "terms", "limits", "plan", "sampling_params", "structured", "held_input", "logprob_record"} | {
+    "cache_groups"
+}
 BELOW_ENGINE = WORDS | {
     *(
         "cache",
@@ -54,13 +56,14 @@ ALLOWED = {
     "sampling_params": {"numpy", "checks", "structured", "logprob_record"},
     "logit_rules": {"numpy", "checks", "sampling_params"},
     "plan": {"numpy", "sampling_params", "logprob_record"},
-    "limits": set(),
+    "cache_groups": set(),
+    "limits": {"cache_groups"},
     "terms": {"numpy", "checks", "limits", "sampling_params", "logit_rules", "plan"},
     "request": {"numpy", "checks", "limits", "terms", "sampling_params", "logit_rules"},
     "errors": set(),
     "interrupts": set(),
     "cache": {"numpy", "request", "plan"},
-    "scheduler": {"numpy", "request", "plan", "held_input", "cache", "logprob_record"},
+    "scheduler": {"numpy", "request", "plan", "held_input", "cache", "cache_groups", "logprob_record"},
     "constraints": {"numpy", "llguidance", "checks", "structured", "limits", "terms", "request", "text"}
     | {"sampling_params"},
     "kernels": {"torch", "triton"},

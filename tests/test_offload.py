@@ -71,7 +71,10 @@ def test_preempted_samples_come_back_from_the_host(saved, family, mode):
     directory, _ = saved(family)
     prompts = [ids(17 + n, seed=n) for n in range(5)]
     plain = roomy(directory, prompts, greedy())
-    with running(mode, directory, block_size=4, num_blocks=32, max_step_tokens=40, offload_bytes=ROOM) as engine:
+    num_blocks = {"mistral": 19, "gpt2": 32}[family]  # of mistral a row has no more than its window
+    with running(
+        mode, directory, block_size=4, num_blocks=num_blocks, max_step_tokens=40, offload_bytes=ROOM
+    ) as engine:
         tight = engine.generate(prompts, greedy())
         stats = settled(engine)
     assert tokens(tight) == plain

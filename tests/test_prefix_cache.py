@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from paper_device import Workshop, oracle
 
-from twostroke.cache.block_pool import BlockPool
+from twostroke.cache.block_pool import BlockPool, BlockRun
 from twostroke.cache.prefix_cache import PrefixCache
 from twostroke.device.layout import input_capacity, pack
 from twostroke.request import FinishReason, SampleState
@@ -118,7 +118,7 @@ def test_a_cancelled_sample_leaves_its_blocks_to_others(depth):
 
 @every_depth
 def test_groups_hit_together(depth):
-    shop = after(PROMPT[:21], depth=depth, num_groups=3)
+    shop = after(PROMPT[:21], depth=depth, windows=(0, 0, 0))
     second = shop.submit(PROMPT[:21], 4)
     finish(shop)
     assert second.cached_tokens == 20
@@ -267,7 +267,7 @@ def test_a_preempted_sample_finds_nothing_from_before_a_reset(depth):
 def test_f11_f12_digests_of_two_caches_differ():
     chains = [[], []]
     for chain in chains:
-        PrefixCache(4).find(chain, np.arange(9, dtype=np.int32))
+        PrefixCache(4).find(chain, np.arange(9, dtype=np.int32), 2)
     assert len(chains[0][0]) == 16
     assert chains[0][0] != chains[1][0]
 
@@ -275,12 +275,13 @@ def test_f11_f12_digests_of_two_caches_differ():
 # -- What goes first
 
 
-def fill(pool: BlockPool, tokens: list[int]) -> tuple[np.ndarray, list[bytes]]:
+def fill(pool: BlockPool, tokens: list[int]) -> BlockRun:
     """Take blocks for all of `tokens` and publish them; returns the blocks and their chain."""
     chain: list[bytes] = []
     blocks = pool.take(len(tokens) // 2)
-    pool.cache.publish(chain, np.array(tokens, np.int32), blocks[0].tolist())
-    return blocks, chain
+    pool.cache.extend(chain, np.array(tokens, np.int32), len(blocks))
+    pool.cache.publish(chain, blocks.tolist())
+    return BlockRun(blocks, chain)
 
 
 def test_r18_blank_blocks_first_then_the_least_recently_used_and_of_a_chain_its_end():
@@ -289,11 +290,11 @@ def test_r18_blank_blocks_first_then_the_least_recently_used_and_of_a_chain_its_
     pool.give(*old)
     pool.give(*new)
     assert (pool.free, pool.cache.idle) == (7, 5)
-    oldest_first = [*old[0][0, ::-1].tolist(), *new[0][0, ::-1].tolist()]
+    oldest_first = [*old.blocks[::-1].tolist(), *new.blocks[::-1].tolist()]
     assert pool.cache.idle_blocks() == oldest_first
     blank = pool.take(2)
-    assert not set(blank[0].tolist()) & set(oldest_first)
-    assert [int(pool.take(1)[0, 0]) for _ in range(5)] == oldest_first
+    assert not set(blank.tolist()) & set(oldest_first)
+    assert [int(pool.take(1)[0]) for _ in range(5)] == oldest_first
     assert pool.cache.known_blocks() == []
 
 
@@ -302,21 +303,21 @@ def test_a_hit_makes_a_chain_young_again():
     old, new = fill(pool, [1, 1, 2, 2]), fill(pool, [4, 4, 5, 5])
     pool.give(*old)
     pool.give(*new)
-    shared = pool.share(old[1], old[0][0].tolist())
+    pool.share(old)
     assert (pool.free, pool.cache.idle) == (2, 2)
-    pool.give(shared, old[1])
-    assert pool.take(2)[0].tolist() == new[0][0, ::-1].tolist()
+    pool.give(*old)
+    assert pool.take(2).tolist() == new.blocks[::-1].tolist()
 
 
 def test_a_block_in_use_is_not_evicted():
     pool = BlockPool(4, 2)
-    blocks, chain = fill(pool, [1, 1, 2, 2])
-    pool.share(chain, blocks[0].tolist())
-    pool.give(blocks, chain)
+    run = fill(pool, [1, 1, 2, 2])
+    pool.share(run)
+    pool.give(*run)
     assert (pool.available, pool.cache.idle) == (1, 0)
     with pytest.raises(RuntimeError, match="2 blocks to take, 1 available"):
         pool.take(2)
-    pool.give(blocks, chain)
+    pool.give(*run)
     assert pool.available == 3
 
 
@@ -328,8 +329,8 @@ def test_a_second_block_with_the_same_content_keeps_the_first_one_young():
     pool.give(*first)
     pool.give(*other)
     pool.give(*second)
-    end = int(second[0][0, 1])
-    assert pool.cache.idle_blocks() == [int(other[0][0, 0]), end, int(first[0][0, 0])]
+    end = int(second.blocks[1])
+    assert pool.cache.idle_blocks() == [int(other.blocks[0]), end, int(first.blocks[0])]
 
 
 def test_a_second_block_takes_the_place_of_a_first_one_that_was_evicted():
@@ -338,8 +339,9 @@ def test_a_second_block_takes_the_place_of_a_first_one_that_was_evicted():
     pool.give(*first)
     pool.give(pool.take(1))  # evicts the first
     pool.give(*second)
-    assert pool.cache.find([], np.array([1, 1, 2, 2, 0], np.int32)) == second[0][0].tolist()
-    assert pool.cache.idle_blocks() == second[0][0, ::-1].tolist()
+    assert pool.cache.find([], np.array([1, 1, 2, 2, 0], np.int32), 2) == 2
+    assert pool.cache.blocks(second.keys).tolist() == second.blocks.tolist()
+    assert pool.cache.idle_blocks() == second.blocks[::-1].tolist()
 
 
 def test_evicted_blocks_are_not_found():

@@ -18,16 +18,16 @@ def copies(shop):
 @every_depth
 def test_forks_share_full_blocks_and_get_a_copy_of_the_last(depth):
     """18 tokens in blocks of 8: two full ones are shared, the third is copied, and the last token computed again."""
-    shop = Workshop(depth=depth, prefix_cache=False, num_groups=2, block_size=8)
+    shop = Workshop(depth=depth, prefix_cache=False, windows=(0, 0), block_size=8)
     shop.submit(18, 8, n=4)
     while len(shop.scheduler.batch.row_of) < 4:
         shop.turn()
-    assert shop.scheduler.pool.sharers.sum() == 2 * 3
-    assert shop.scheduler.stats().free_blocks == 256 - 2 - 4
+    assert shop.scheduler.pool.sharers.sum() == 2 * 2 * 3
+    assert shop.scheduler.stats().free_blocks == 256 - 2 * (2 + 4)
     finish(shop)
     assert prompt_positions(shop) == 18 + 3
-    assert copies(shop).shape == (3, 2)
-    assert len(set(copies(shop)[:, 0].tolist())) == 1
+    assert copies(shop).shape == (2 * 3, 2)
+    assert len(set(copies(shop)[:, 0].tolist())) == 2
     assert shop.scheduler.stats().preemptions == 0
 
 

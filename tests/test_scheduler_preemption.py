@@ -142,7 +142,7 @@ def test_a_preempted_prefill_starts_again():
 
 @every_depth
 def test_two_cache_groups_have_tables_of_their_own(depth):
-    shop = Workshop(depth=depth, block_size=4, usable_blocks=7, num_groups=2)
+    shop = Workshop(depth=depth, block_size=4, usable_blocks=14, windows=(0, 0))
     for _ in range(3):
         shop.submit(9, 10, stop_token_ids=range(5))
     finish(shop)

@@ -12,10 +12,12 @@ from itertools import product
 import torch
 
 from .attention.backends import make_attention
+from .attention.groups import block_bytes, windows_of
 from .attention.interface import Attention
 from .build_host_tier import make_host_tier
 from .build_report import BuildReport
 from .cache.host_tier import HostTier
+from .cache_groups import CacheGroups
 from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
@@ -182,13 +184,16 @@ class _Builder:
         if tokenizer is None and self.make_tokenizer is not None:
             tokenizer = self.make_tokenizer(model.vocab_size)
         # NOTE: the last token of a sample needs no position in the cache.
-        max_model_len = config.max_model_len or min(longest, usable * config.block_size + 1)
+        groups = self._groups(model)
+        max_model_len = config.max_model_len or min(longest, groups.positions(usable) + 1)
         eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
         limits = Limits(
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             block_size=config.block_size,
             usable_blocks=usable,
+            windows=groups.windows,
+            max_chunk_tokens=groups.max_chunk_tokens,
             eos_ids=eos_ids,
             priorities=config.policy == "priority",
             max_waiting=config.max_waiting,
@@ -225,8 +230,10 @@ class _Builder:
             raise InvalidConfig(f"max_model_len={wanted} exceeds the model's {model.max_positions} positions")
         return wanted or model.max_positions
 
-    def _num_groups(self, model: Model) -> int:
-        return 1 + max(layer.group for layer in model.layers)
+    def _groups(self, model: Model) -> CacheGroups:
+        config = self.config
+        chunk = min(config.max_chunk_tokens or config.max_step_tokens, config.max_step_tokens)
+        return CacheGroups(windows_of(model.layers), config.block_size, chunk)
 
     def _make_state(self, model: Model, longest: int) -> BatchState:
         config = self.config
@@ -238,7 +245,7 @@ class _Builder:
                 max_tokens=config.max_step_tokens,
                 table_width=-(-longest // config.block_size),
                 block_size=config.block_size,
-                num_groups=self._num_groups(model),
+                num_groups=len(windows_of(model.layers)),
             )
         except RuntimeError as error:  # torch's, where memory does not reach
             raise InvalidConfig(
@@ -290,7 +297,7 @@ class _Builder:
             max_step_tokens=config.max_step_tokens,
             max_model_len=longest,
             block_size=config.block_size,
-            num_groups=self._num_groups(model),
+            num_groups=len(windows_of(model.layers)),
             max_ledger_words=self._max_ledger_words(model, longest),
         )
 
@@ -305,7 +312,7 @@ class _Builder:
             max_model_len=limits.max_model_len,
             block_size=config.block_size,
             num_blocks=num_blocks,
-            num_groups=self._num_groups(model),
+            windows=limits.windows,
             prefix_cache=config.prefix_cache,
             tier=tier,
             policy=make_policy(config.policy, config.patience),
@@ -316,7 +323,7 @@ class _Builder:
         )
 
     def _block_bytes(self, model: Model) -> int:
-        return sum(layer.block_bytes(self.config.block_size, model.dtype) for layer in model.layers)
+        return block_bytes(model.layers, self.config.block_size, model.dtype)
 
     def _affordable_blocks(self, model: Model, longest: int, reserve: int) -> int:
         """Return the blocks that memory has room for, at most what all rows at full length can use."""
@@ -329,7 +336,7 @@ class _Builder:
                 f"cache_bytes={budget} holds {max(blocks, 0)} blocks of {self._block_bytes(model)} bytes; at least 2 "
                 "(the dummy block and one more) are needed"
             )
-        return int(min(blocks, 1 + self.config.max_rows * -(-longest // self.config.block_size)))
+        return int(min(blocks, 1 + self.config.max_rows * self._groups(model).blocks(longest)))
 
     def _check_cache_fits(self, size: int) -> None:
         config, room = self.config, free_bytes(self.device.torch_device)

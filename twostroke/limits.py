@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+from .cache_groups import CacheGroups
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,10 @@ class Limits:
     block_size: int
     usable_blocks: int
     """Blocks of the cache that requests can have (the dummy block is not among them)."""
+    windows: tuple[int, ...] = (0,)
+    """Of the cache groups, see `CacheGroups`."""
+    max_chunk_tokens: int = 1
+    """Most tokens of a prompt chunk, which a cache group with a window has room for."""
     eos_ids: tuple[int, ...] = ()
     priorities: bool = False
     """The scheduler's policy heeds them."""
@@ -23,7 +30,11 @@ class Limits:
     max_ledgers: int = 1
     """Samples that can have a ledger at once."""
 
-    @property
+    @cached_property
+    def groups(self) -> CacheGroups:
+        return CacheGroups(self.windows, self.block_size, self.max_chunk_tokens)
+
+    @cached_property
     def cache_positions(self) -> int:
         """KV positions that one sample can have at most."""
-        return self.usable_blocks * self.block_size
+        return self.groups.positions(self.usable_blocks)

@@ -68,7 +68,7 @@ def max_ledger_words(max_step_tokens: int, max_model_len: int, vocab_size: int) 
 
 
 def max_shared_blocks(max_step_tokens: int, max_model_len: int, block_size: int) -> int:
-    """Most blocks of a group that the rows which join in one plan may take from the prefix cache.
+    """Most blocks, times the groups, that the rows which join in one plan may take from the prefix cache.
 
     Enough for any one row, and for many; it bounds the size of a slot's input.
     """
@@ -124,7 +124,7 @@ class Plan:
         lane_deltas: lanes changed, int32 [M, 2]: lane, row (the dummy row for a lane that is no longer in use).
         ledgers: ledgers of joining rows, int32 [sum of their words], one record behind the other, see `LEDGER_HEADER`.
         features: what the rows with a part in steps ask for, all together; most often nothing.
-        block_copies: blocks copied in every group before anything is written, int32 [K, 2]: source, target. Targets
+        block_copies: blocks copied in all layers before anything is written, int32 [K, 2]: source, target. Targets
             differ from each other and from all sources. Only rows with a chunk in this step get copies.
         held: sampled positions that wait for the second part of the step, int32 [H], ascending; most often none.
         scores: prompt positions whose next token is scored, int32 [Q, 3]: row, place of the position among the tokens

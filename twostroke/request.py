@@ -90,7 +90,7 @@ def _require_room(length: int, limits: Limits) -> None:
     """Raise `InvalidRequest` for a prompt of `length` tokens that leaves no room for output, or is empty."""
     if length == 0:
         raise InvalidRequest("prompt=[] is empty: at least one token is needed")
-    blocks = -(-length // limits.block_size)
+    blocks = limits.groups.blocks(length)
     if blocks > limits.usable_blocks:
         raise InvalidRequest(
             f"prompt of {length} tokens needs {blocks} blocks of {limits.block_size}, the cache has "
@@ -113,7 +113,7 @@ def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> i
         return min(context_room, cache_room)
     max_tokens = min(int(asked), context_room)
     if max_tokens > cache_room:
-        blocks = -(-(prompt_len + max_tokens - 1) // limits.block_size)
+        blocks = limits.groups.blocks(prompt_len + max_tokens - 1)
         raise InvalidRequest(
             f"max_tokens={shown(asked)}: a prompt of {prompt_len} tokens and {max_tokens} new ones need {blocks} "
             f"blocks of {limits.block_size}, the cache has {limits.usable_blocks} usable"

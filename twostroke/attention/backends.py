@@ -21,7 +21,7 @@ def make_attention(
     """Return attention of a kind, `torch` or `triton`, over a cache of its own.
 
     Args:
-        num_blocks: blocks of each cache group, the dummy block included.
+        num_blocks: blocks of the cache, the dummy block included.
         max_lanes: most decode lanes of a step.
         deterministic: what a token gets depends on its sequence alone.
     """

@@ -13,6 +13,7 @@ import torch
 from ..kernels import ops
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
+from .groups import Room, block_bytes, rooms_of
 
 
 class LayerSpec(NamedTuple):
@@ -42,8 +43,15 @@ class LayerSpec(NamedTuple):
 class Attention(ABC):
     """Writes a step's K and V into the paged cache and attends to it.
 
-    The cache of a layer is two tensors [num_blocks, kv_heads, block_size, head_dim]. They are allocated once, outside
-    any graph pool, and zero at first, so that what padding reads is finite.
+    The cache of a layer is two tensors [num_blocks, kv_heads, block_size, head_dim], which it shares with layers of
+    other groups (`groups.Room`). They are allocated once, outside any graph pool, and zero at first, so that what
+    padding reads is finite.
+
+    NOTE: what lies outside of a query's window is never read, not even to be masked: the block may be another's by
+    now, and the table's entry is left as it was.
+
+    Attributes:
+        keys, values: of each layer. caches: every tensor once.
     """
 
     def __init__(
@@ -53,33 +61,37 @@ class Attention(ABC):
         self.block_size = block_size
 
         self._memory = num_blocks, dtype, device
-        self.nbytes = num_blocks * sum(layer.block_bytes(block_size, dtype) for layer in layers)
+        self.nbytes = num_blocks * block_bytes(layers, block_size, dtype)
         self.allocate()
 
     def allocate(self) -> None:
         """Make the cache, or make it anew."""
         num_blocks, dtype, device = self._memory
+        rooms = rooms_of(self.layers)
 
-        def blocks(layer: LayerSpec) -> torch.Tensor:
-            return _zeros((num_blocks, layer.kv_heads, self.block_size, layer.head_dim), dtype, device)
+        def caches() -> dict[Room, torch.Tensor]:
+            return {
+                room: _zeros(room.shape(num_blocks, self.block_size), dtype, device) for room in dict.fromkeys(rooms)
+            }
 
-        self.keys = [blocks(layer) for layer in self.layers]
-        self.values = [blocks(layer) for layer in self.layers]
+        keys, values = caches(), caches()
+        self.keys, self.values = [keys[room] for room in rooms], [values[room] for room in rooms]
+        self.caches = [*keys.values(), *values.values()]
 
     def free(self) -> None:
         """Let go of the cache; no step may run until it is allocated again."""
-        self.keys, self.values = [], []
+        self.keys, self.values, self.caches = [], [], []
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy block `pairs[i, 0]` to `pairs[i, 1]`, int32 [K, 2], in all layers; see `Plan.block_copies`."""
         source, target = pairs.long().T
-        for cache in (*self.keys, *self.values):
+        for cache in self.caches:
             cache.index_copy_(0, target, cache.index_select(0, source))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all layers."""
-        return sum(cache[0].nbytes for cache in (*self.keys, *self.values))
+        return sum(cache[0].nbytes for cache in self.caches)
 
     def pack_blocks(self, blocks: torch.Tensor, packed: torch.Tensor) -> None:
         """Copy `blocks`, int32 [n], to the lines of `packed`, uint8 [n, block_bytes]: all keys, then all values."""
@@ -96,7 +108,7 @@ class Attention(ABC):
     def _pieces(self, packed: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each cache as uint8 [num_blocks, bytes], and the part of `packed` that is its."""
         at = 0
-        for cache in (*self.keys, *self.values):
+        for cache in self.caches:
             lines = cache.view(len(cache), -1).view(torch.uint8)
             yield lines, packed[:, at : at + lines.shape[1]]
             at += lines.shape[1]

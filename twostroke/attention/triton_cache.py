@@ -14,9 +14,8 @@ class TritonCache(Attention):
 
     def allocate(self) -> None:
         super().allocate()
-        caches = [*self.keys, *self.values]
-        self._copy = BlockCopy(caches)
-        self._pack = BlockPack(caches)
+        self._copy = BlockCopy(self.caches)
+        self._pack = BlockPack(self.caches)
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self._copy(pairs)

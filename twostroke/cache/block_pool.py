@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,12 +12,22 @@ from .host_tier import HostTier
 from .prefix_cache import PrefixCache
 
 
-class BlockPool:
-    """Counts the blocks of every cache group, and hands them out.
+class BlockRun(NamedTuple):
+    """Blocks of a row that follow each other in the table of one cache group.
 
-    Each group has `num_blocks` blocks of its own: its layers have their own memory, so the numbers of different groups
-    do not clash. The groups run in lockstep: a sample takes one block of every group per index of its table, the same
-    number in all of them, so one count and one digest hold for all groups.
+    Attributes:
+        blocks: int32 [n]; the dummy block where one is known on the host alone.
+        keys: what the first of them are known by; see `PrefixCache`.
+    """
+
+    blocks: np.ndarray
+    keys: list[bytes]
+
+
+class BlockPool:
+    """Counts the blocks of the cache, and hands them out.
+
+    All cache groups take from one pool: a block is of the group whose table it stands in, until it is given back.
 
         blank   nobody has it, and it holds nothing
         idle    nobody has it, but the prefix cache knows what it holds; handed out when no blank one is left
@@ -27,22 +38,27 @@ class BlockPool:
         free = blank + idle = available + reserved
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, tier: HostTier | None = None) -> None:
-        """`num_blocks` counts the dummy block, which is never handed out. `tier` keeps what is evicted."""
+    def __init__(
+        self, num_blocks: int, block_size: int, reaches: Sequence[int | None] = (None,), tier: HostTier | None = None
+    ) -> None:
+        """`num_blocks` counts the dummy block, which is never handed out; `tier` keeps what is evicted.
+
+        `reaches`: see `CacheGroups.reaches`.
+        """
         self.tier = tier
         self.total = num_blocks - 1
         self.free = self.total
         self.reserved = 0
-        self.cache = PrefixCache(block_size)
+        self.cache = PrefixCache(block_size, reaches)
         self.sharers = np.zeros(num_blocks, np.int32)
         """Of each block in use, the rows and pending releases that have it, besides the first."""
         # The stack's top is its end: low numbers come first, and what was given back last is taken first.
-        self._stack = np.tile(np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32), (num_groups, 1))
+        self._stack = np.arange(num_blocks - 1, DUMMY_BLOCK, -1, dtype=np.int32)
         self._blank = self.total
 
     @property
     def available(self) -> int:
-        """Blocks of each group that nobody has and nobody was promised."""
+        """Blocks that nobody has and nobody was promised."""
         return self.free - self.reserved
 
     def reserve(self, count: int) -> None:
@@ -58,9 +74,10 @@ class BlockPool:
         self.reserved -= count
 
     def take(self, count: int) -> np.ndarray:
-        """Hand out `count` available blocks of each group, int32 [G, count], a copy; what they held is forgotten.
+        """Hand out `count` available blocks, int32 [count], a copy; what they held is forgotten.
 
-        NOTE: steps in flight may still read a block that was idle, or that a preemption gave back in this very plan.
+        NOTE: steps in flight may still read a block that was idle, or that was given back in this very plan since it
+        slid out of a window, or its sample was preempted.
         They are on the compute stream, and so is the step that writes it next.
         """
         if count > self.available:
@@ -72,38 +89,36 @@ class BlockPool:
             self._push([block for _, block in evicted])
         self._blank -= count
         self.free -= count
-        return self._stack[:, self._blank : self._blank + count].copy()
+        return self._stack[self._blank : self._blank + count].copy()
 
     def take_reserved(self, count: int) -> np.ndarray:
-        """Hand out `count` blocks that were reserved, int32 [G, count]."""
+        """Hand out `count` blocks that were reserved, int32 [count]."""
         self.unreserve(count)
         return self.take(count)
 
-    def share(self, chain: Sequence[bytes], blocks: Sequence[int]) -> np.ndarray:
-        """Hand out `blocks`, known to hold `chain`, to one more row that only reads them; int32 [G, n]."""
-        was_idle = self.cache.use(chain)
-        self.free -= was_idle.count(True)
-        shared = [block for block, idle in zip(blocks, was_idle, strict=True) if not idle]
-        self.sharers[shared] += 1
-        return np.array([blocks] * len(self._stack), np.int32)
+    def share(self, run: BlockRun) -> None:
+        """Hand out what is known on the device of `run` to one more row that only reads it."""
+        here = run.blocks != DUMMY_BLOCK
+        was_idle = np.array(self.cache.use([key for key, found in zip(run.keys, here, strict=True) if found]), bool)
+        self.free -= int(np.count_nonzero(was_idle))
+        self.sharers[run.blocks[here][~was_idle]] += 1
 
-    def share_used(self, blocks: Sequence[int]) -> np.ndarray:
-        """Hand out `blocks` of a running row to one more row that only reads them; int32 [G, n]."""
+    def share_used(self, blocks: np.ndarray) -> None:
+        """Hand out `blocks` of a running row, int32 [n], to one more row that only reads them."""
         self.sharers[blocks] += 1
-        return np.array([blocks] * len(self._stack), np.int32)
 
-    def give(self, blocks: np.ndarray, chain: Sequence[bytes] = ()) -> None:
-        """Take back a row's blocks, int32 [G, n], of which the first hold the published `chain`."""
-        own, published = blocks[0], len(chain)
-        unused = self.sharers[own] == 0
+    def give(self, blocks: np.ndarray, keys: Sequence[bytes] = ()) -> None:
+        """Take back blocks of a row, int32 [n], of which the first are published under `keys`."""
+        published = len(keys)
+        unused = self.sharers[blocks] == 0
         count = int(np.count_nonzero(unused))
         if self.free + count > self.total:
             raise RuntimeError(f"{count} blocks given back, but only {self.total - self.free} are out")
-        self.sharers[own[~unused]] -= 1
+        self.sharers[blocks[~unused]] -= 1
         self.free += count
         if published:
-            self._push(self.cache.retire(chain, own[:published].tolist(), unused[:published].tolist()))
-        self._push(own[published:][unused[published:]])
+            self._push(self.cache.retire(keys, blocks[:published].tolist(), unused[:published].tolist()))
+        self._push(blocks[published:][unused[published:]])
 
     def save_ahead(self) -> None:
         """Let the host tier have what is evicted next."""
@@ -121,10 +136,9 @@ class BlockPool:
             self.tier.forget()
 
     def _push(self, blocks: Sequence[int] | np.ndarray) -> None:
-        self._stack[:, self._blank : self._blank + len(blocks)] = blocks
+        self._stack[self._blank : self._blank + len(blocks)] = blocks
         self._blank += len(blocks)
 
     def free_blocks(self) -> np.ndarray:
-        """The free blocks of each group, blank and idle, int32 [G, free], a copy."""
-        idle = np.array([self.cache.idle_blocks()] * len(self._stack), np.int32)
-        return np.concatenate([self._stack[:, : self._blank], idle], axis=1)
+        """The free blocks, blank and idle, int32 [free], a copy."""
+        return np.concatenate([self._stack[: self._blank], np.array(self.cache.idle_blocks(), np.int32)])

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 
 import numpy as np
 
+from ..plan import DUMMY_BLOCK
+
 DIGEST_BYTES = 16
+
+
+def key_of(digest: bytes, group: int) -> bytes:
+    """What a block of a cache group is known by."""
+    return digest + group.to_bytes(2, "little") if group else digest
+
+
+def keys_of(chain: Sequence[bytes], group: int) -> list[bytes]:
+    """What the blocks of a cache group that hold `chain` are known by."""
+    return [key_of(digest, group) for digest in chain] if group else list(chain)
+
+
+Elsewhere = Callable[[bytes], bool]
+"""Whether a key is known in another place."""
+
+
+def nowhere(key: bytes) -> bool:
+    return False
 
 
 class PrefixCache:
@@ -22,6 +42,8 @@ class PrefixCache:
         tokens   t0 ... t15 | t16 ... t31 | t32 ... t40
         chain    d0 = H(t0 ... t15), d1 = H(d0, t16 ... t31); the last block is not full
 
+    Each cache group has blocks of its own for the same tokens: a block's *key* is its digest and its group.
+
     Of several blocks with one content only the first to be published is known here. A known block is in use, or idle: a
     chain that is let go of becomes idle from its end to its beginning, so a block is never evicted before those that
     follow it, and of two chains the one let go of first is evicted first. The oldest of the idle blocks may have been
@@ -32,9 +54,12 @@ class PrefixCache:
     it knows neither the salt nor any digest.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, reaches: Sequence[int | None] = (None,)) -> None:
+        """`reaches` of the cache groups, see `CacheGroups.reaches`."""
         self._size = block_size * np.dtype(np.int32).itemsize
         self._hash = partial(blake2b, digest_size=DIGEST_BYTES, salt=secrets.token_bytes(blake2b.SALT_SIZE))
+        self._full = [group for group, reach in enumerate(reaches) if reach is None]
+        self._sliding = [(group, reach) for group, reach in enumerate(reaches) if reach is not None]
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, int] = OrderedDict()
         self._ready: OrderedDict[bytes, int] = OrderedDict()
@@ -57,70 +82,71 @@ class PrefixCache:
         """All known blocks."""
         return list(self._block_of.values())
 
-    def find(self, chain: list[bytes], tokens: np.ndarray) -> list[int]:
-        """Return the known blocks that hold the beginning of `tokens`, int32 [N]; never the last token.
+    def find(self, chain: list[bytes], tokens: np.ndarray, most: int, elsewhere: Elsewhere = nowhere) -> int:
+        """Return how many blocks, `most` or fewer, at the beginning of `tokens`, int32 [N], need not be computed.
+
+        All of them are known, here or `elsewhere`, in the groups that see everything. In a group with a window those
+        are that the next position sees; what lies before them may be gone.
 
         `chain` is the tokens' chain as far as it was needed before, and is extended as far as it is needed now.
         """
+
+        def knows(index: int, group: int) -> bool:
+            key = key_of(chain[index], group)
+            return key in self._block_of or elsewhere(key)
+
         content = tokens.data.cast("B")
-        found: list[int] = []
-        for index in range(self._findable(content)):
-            if index == len(chain):
+        count = 0
+        while count < most:
+            if count == len(chain):
                 self._extend(chain, content)
-            block = self._block_of.get(chain[index])
-            if block is None:
+            if not all(knows(count, group) for group in self._full):
                 break
-            found.append(block)
-        return found
+            count += 1
+        while count and (missing := self._last_missing(count, knows)) is not None:
+            count = missing
+        return count
 
-    def extend(self, chain: list[bytes], tokens: np.ndarray, index: int) -> bool:
-        """Let `chain` reach as far as block `index` of `tokens`, int32 [N]; False if that has the last token, or more.
+    def _last_missing(self, count: int, knows: Callable[[int, int], bool]) -> int | None:
+        """The last block that a sliding group does not know, of those that a hit of `count` blocks needs."""
+        missing = -1
+        for group, reach in self._sliding:
+            least = max(count - reach, missing + 1, 0)
+            unknown = (index for index in range(count - 1, least - 1, -1) if not knows(index, group))
+            missing = max(missing, next(unknown, -1))
+        return missing if missing >= 0 else None
 
-        `chain` reaches as far as the block before at least.
-        """
+    def blocks(self, keys: Sequence[bytes]) -> np.ndarray:
+        """The blocks that `keys` stand for, int32 [n]; the dummy block for those that are not known here."""
+        return np.array([self._block_of.get(key, DUMMY_BLOCK) for key in keys], np.int32)
+
+    def extend(self, chain: list[bytes], tokens: np.ndarray, count: int) -> None:
+        """Extend `chain`, as in `find`, to the first `count` blocks of `tokens`."""
         content = tokens.data.cast("B")
-        if index >= self._findable(content):
-            return False
-        if index == len(chain):
+        while len(chain) < count:
             self._extend(chain, content)
-        return True
 
-    def _findable(self, content: memoryview) -> int:
-        """How many blocks of `content`, the bytes of tokens, may be found."""
-        return (content.nbytes - 1) // self._size
-
-    def publish(self, chain: list[bytes], tokens: np.ndarray, blocks: Sequence[int]) -> None:
-        """Make `blocks` known, full blocks that hold the beginning of `tokens`, but where another one is known already.
-
-        `chain` as in `find`.
-        """
-        content = tokens.data.cast("B")
-        for index, block in enumerate(blocks):
-            if index == len(chain):
-                self._extend(chain, content)
-            self._block_of.setdefault(chain[index], block)
+    def publish(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Make `blocks` known, full blocks that hold what `keys` stand for, but where another one is known already."""
+        for key, block in zip(keys, blocks, strict=True):
+            self._block_of.setdefault(key, block)
 
     def _extend(self, chain: list[bytes], content: memoryview) -> None:
         at = len(chain) * self._size
         chain.append(self._hash((chain[-1] if chain else b"") + content[at : at + self._size]).digest())
 
-    def adopt(self, chain: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Make `blocks`, which are in use and about to hold `chain`, known, but where others are known already."""
-        for digest, block in zip(chain, blocks, strict=True):
-            self._block_of.setdefault(digest, block)
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """Take the known blocks of `keys` into use; returns of each whether it was idle."""
+        return [self._idle.pop(key, None) is not None or self._ready.pop(key, None) is not None for key in keys]
 
-    def use(self, chain: Sequence[bytes]) -> list[bool]:
-        """Take the known blocks of `chain` into use; returns of each whether it was idle."""
-        return [
-            self._idle.pop(digest, None) is not None or self._ready.pop(digest, None) is not None for digest in chain
-        ]
+    def count_idle(self, keys: Sequence[bytes]) -> int:
+        """How many blocks of `keys` are known and idle."""
+        return sum(key in self._idle or key in self._ready for key in keys)
 
-    def count_idle(self, chain: Sequence[bytes]) -> int:
-        """How many blocks of `chain` are known and idle."""
-        return sum(digest in self._idle or digest in self._ready for digest in chain)
+    def retire(self, keys: Sequence[bytes], blocks: Sequence[int], unused: Sequence[bool]) -> list[int]:
+        """Let go of blocks that hold what `keys` stand for.
 
-    def retire(self, chain: Sequence[bytes], blocks: Sequence[int], unused: Sequence[bool]) -> list[int]:
-        """Let go of blocks that hold `chain`; those that nobody uses become idle, and are the last to be evicted.
+        Those that nobody uses become idle, and are the last to be evicted.
 
         A block whose content another one is known for is of no use, but shows that the content still is: the other is
         as good as let go of just now. If the other was evicted in the meantime, this one takes its place.
@@ -129,30 +155,30 @@ class PrefixCache:
             The blocks that hold nothing that anybody could find.
         """
         spare = []
-        for digest, block, is_unused in zip(reversed(chain), reversed(blocks), reversed(unused), strict=True):
-            known = self._block_of.setdefault(digest, block)
+        for key, block, is_unused in zip(reversed(keys), reversed(blocks), reversed(unused), strict=True):
+            known = self._block_of.setdefault(key, block)
             if known != block:
                 if is_unused:
                     spare.append(block)
-                if digest in self._idle:
-                    self._idle.move_to_end(digest)
-                elif digest in self._ready:
-                    self._idle[digest] = self._ready.pop(digest)
+                if key in self._idle:
+                    self._idle.move_to_end(key)
+                elif key in self._ready:
+                    self._idle[key] = self._ready.pop(key)
             elif is_unused:
-                self._idle[digest] = block
+                self._idle[key] = block
         return spare
 
     def make_ready(self, count: int) -> list[tuple[bytes, int]]:
-        """Let up to `count` idle blocks, the oldest first, be evicted before all others; return digests and blocks."""
+        """Let up to `count` idle blocks, the oldest first, be evicted before all others; return keys and blocks."""
         made = [self._idle.popitem(last=False) for _ in range(min(count, len(self._idle)))]
         self._ready.update(made)
         return made
 
     def evict(self, count: int) -> list[tuple[bytes, int]]:
-        """Forget `count` idle blocks, the oldest first; return their digests and the blocks."""
+        """Forget `count` idle blocks, the oldest first; return their keys and the blocks."""
         evicted = [(self._ready or self._idle).popitem(last=False) for _ in range(count)]
-        for digest, _ in evicted:
-            del self._block_of[digest]
+        for key, _ in evicted:
+            del self._block_of[key]
         return evicted
 
     def clear(self) -> list[int]:

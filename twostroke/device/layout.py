@@ -53,7 +53,9 @@ def input_capacity(
     blocks = 2 * max_rows + max_step_tokens // block_size + 1
     block_deltas = num_groups * (blocks + max_shared_blocks(max_step_tokens, max_model_len, block_size))
     lane_deltas = 2 * max_rows
-    sections = max_rows * (2 + RECORD_WORDS) + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
+    sections = (
+        max_rows * (2 * num_groups + RECORD_WORDS) + 4 * block_deltas + 2 * lane_deltas + 4 * max_rows + max_step_tokens
+    )
     return HEADER_WORDS + sections + max_ledger_words + 3 * MAX_SCORES
 
 

@@ -73,6 +73,7 @@ def _attend_tile(
     q,
     q_position,
     tile_begin,
+    first,
     end,
     top,
     total,
@@ -93,15 +94,19 @@ def _attend_tile(
     """Take a tile of positions into the softmax; not `MASKED`, every query sees all of it."""
     position = tile_begin + tl.arange(0, TILE)
     dim = tl.arange(0, DIM_PAD)
-    inside = (position < end)[:, None] & (dim < HEAD_DIM)[None, :]
+    reached = position < end
+    if WINDOW > 0:
+        reached = reached & (position >= first)
+    inside = reached[:, None] & (dim < HEAD_DIM)[None, :]
     if MASKED:
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=reached, other=0).to(tl.int64)
     else:
         block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
     line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
     kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
     if MASKED or HEAD_DIM != DIM_PAD:
-        # Masked loads, not only masked scores: what lies beyond the chunk may be the NaN of an earlier owner.
+        # Masked loads, not only masked scores: what lies beyond the chunk, or before the first query's window, may be
+        # another's NaN.
         k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
         v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
     else:
@@ -184,21 +189,23 @@ def prefill_kernel(
     end = tl.where(real, end, 0)
     # Up to here the first query, and so every one, sees all of a tile.
     seen = tl.where(real, (start + tile_token + 1) // TILE * TILE, 0)
-    begin = start * 0
+    first = start * 0
+    begin = first
     if WINDOW > 0:
-        begin = tl.maximum(start + tile_token - WINDOW + 1, 0) // TILE * TILE
+        first = tl.maximum(start + tile_token - WINDOW + 1, 0)
+        begin = first // TILE * TILE
         seen = begin
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     for tile_begin in range(begin, seen, TILE):
         top, total, result = _attend_tile(
-            q, q_position, tile_begin, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            q, q_position, tile_begin, first, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, WINDOW, TILE, False,
         )  # fmt: skip
     for tile_begin in range(seen, end, TILE):
         top, total, result = _attend_tile(
-            q, q_position, tile_begin, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            q, q_position, tile_begin, first, end, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, WINDOW, TILE, True,
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..attention.groups import in_groups
 from ..attention.interface import LayerSpec
 from ..errors import InvalidConfig, UnsupportedModel
 from .rope import RopeSettings
@@ -171,12 +172,9 @@ class DecoderConfig:
         )
 
     def layer_specs(self) -> list[LayerSpec]:
-        """The attention of each layer. Layers of equal window share a cache group, numbered by first appearance."""
-        groups = {window: group for group, window in enumerate(dict.fromkeys(self.windows))}
-        return [
-            LayerSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5, window, groups[window])
-            for window in self.windows
-        ]
+        """The attention of each layer."""
+        shape = self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5
+        return in_groups([LayerSpec(*shape, window) for window in self.windows])
 
 
 def dtype_name(config: Mapping[str, Any]) -> str | None:

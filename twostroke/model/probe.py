@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..attention.groups import in_groups
 from ..attention.interface import Attention, LayerSpec
 from ..errors import UnsupportedModel
 from ..kernels.step import StepInputs
@@ -145,7 +146,7 @@ def find_layers(model: PreTrainedModel) -> list[LayerSpec]:
             f"{name}: {expected - len(recorder.layers)} of {expected} layers do not attend through transformers' "
             "attention interface (state-space, recurrent and ALiBi layers do not)"
         )
-    return recorder.layers
+    return in_groups(recorder.layers)
 
 
 def set_attention(model: PreTrainedModel, implementation: str) -> None:

@@ -45,21 +45,28 @@ class Audit:
         """Every block but the dummy is free, or in use by as many as have it in their tables; promises add up."""
         scheduler = self._scheduler
         rows, pool = scheduler.rows, scheduler.pool
-        pending = [release.blocks for release in scheduler.batch.releases.pending()]
-        in_use = np.concatenate(
-            [*(rows.blocks[:, row, : rows.held[row]] for row in range(len(rows.held))), *pending], 1
-        )
-        assert (in_use == in_use[0]).all(), "the groups do not run in lockstep"
-        users = np.bincount(in_use[0], minlength=pool.total + 1)
+        pending = [run.blocks for release in scheduler.batch.releases.pending() for run in release.runs]
+        in_use = np.concatenate([*(rows.own_blocks(row) for row in range(len(rows.held))), *pending])
+        users = np.bincount(in_use, minlength=pool.total + 1)
         assert (pool.sharers == np.maximum(users - 1, 0)).all(), "those who share a block do not add up"
-        blocks = np.concatenate([pool.free_blocks(), [np.flatnonzero(users)] * len(in_use)], axis=1)
-        assert (np.sort(blocks, axis=1) == np.arange(DUMMY_BLOCK + 1, pool.total + 1)).all(), (
-            "a block is lost, or free and in use"
-        )
-        assert sum(block.shape[1] for block in pending) == scheduler.batch.releases.blocks
+        blocks = np.sort(np.concatenate([pool.free_blocks(), np.flatnonzero(users)]))
+        assert np.array_equal(blocks, np.arange(DUMMY_BLOCK + 1, pool.total + 1)), "a block is lost, or free and in use"
+        assert sum(map(len, pending)) == scheduler.batch.releases.blocks
         assert pool.reserved == rows.reserved.sum(), "reservations do not add up"
         assert 0 <= pool.reserved <= pool.free, "more promised than free"
         self._check_cache(users)
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """A row has all that its next position looks into, and no more than it may."""
+        scheduler, rows = self._scheduler, self._scheduler.rows
+        running = rows.order >= 0
+        for group, (reach, span) in enumerate(zip(scheduler.groups.reaches(), scheduler.groups.spans(), strict=True)):
+            first = np.maximum(rows.launched // rows.block_size - reach, 0) if reach is not None else 0
+            assert (rows.first[group] <= first)[running].all(), "a block slid out too early"
+            # NOTE: a row that decodes before its prompt is published has what steps in flight add, if there is enough.
+            extra = 1 + (rows.launched - rows.confirmed) // rows.block_size
+            assert (rows.held - rows.first[group] - extra <= span)[running].all(), "more than a window and a chunk"
 
     def _check_host(self) -> None:
         """Every host slot is free, or holds one block."""

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..cache.block_pool import BlockPool
+from ..cache.block_pool import BlockPool, BlockRun
+from ..cache.prefix_cache import keys_of
 from ..request import Sample
 from .held import Constraints, HeldRows
 from .lanes import Lanes
@@ -62,7 +63,7 @@ class Batch:
         return sample.tokens if row is None else self.rows.known_tokens(row)
 
     def join(self, sample: Sample, blocks: int) -> int:
-        """Give `sample` a row, which has `blocks` of each group to come; return its number."""
+        """Give `sample` a row, which has so many `blocks` to come; return its number."""
         row = self.rows.admit(sample, blocks, sample in self.streaming)
         self.row_of[sample] = row
         self.prefilling[row] = None
@@ -73,7 +74,8 @@ class Batch:
         """Take the row from its sample, which keeps it only until its tokens in flight are there; return the sample."""
         sample: Sample = self.rows.samples[row]
         # Steps that are queued still use these blocks, but on the compute stream, before whoever gets them next.
-        self.pool.give(*self._withdraw(row))
+        for run in self._withdraw(row):
+            self.pool.give(*run)
         self.rows.suspend(row)
         self.draining[row] = None
         return sample
@@ -99,20 +101,45 @@ class Batch:
         self.held.forget(sample)
         if (row := self.row_of.pop(sample, None)) is None:
             return
-        blocks, chain = self._withdraw(row, bad)
+        runs = self._withdraw(row, bad)
         self.draining.pop(row, None)
         self.rows.end(row)
-        self.releases.push(Release(self.launched_step, row, blocks, chain))
+        self.releases.push(Release(self.launched_step, row, runs))
         self.return_releases()
 
     def return_releases(self) -> None:
         """Return what no step in flight uses any more."""
         while (release := self.releases.pop(self.committed_step)) is not None:
-            self.pool.give(release.blocks, release.chain)
+            for run in release.runs:
+                self.pool.give(*run)
             self.rows.free_row(release.row)
 
-    def _withdraw(self, row: int, bad: int = 0) -> tuple[np.ndarray, list[bytes]]:
-        """Take `row` out of everything that plans read; returns its blocks, int32 [G, n], and their published chain."""
+    def slide(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Give back the blocks of `rows`, intp [K], that nothing from `positions`, int64 [K], on looks into.
+
+        Steps that are queued still read them, but on the compute stream, before whoever gets them next.
+        """
+        table = self.rows
+        for group, owners, index in table.slide(rows, positions):
+            blocks = table.blocks_at(group, owners, index)
+            # A block that several rows slide off stands here several times, and each of them gives it back.
+            apart = (index < table.published[owners]) | (self.pool.sharers[blocks] > 0)
+            self.pool.give(blocks[~apart])
+            for place in np.flatnonzero(apart).tolist():
+                row, at = owners[place], index[place]
+                chain = table.samples[row].chain[at : at + 1] if at < table.published[row] else []
+                self.pool.give(blocks[place : place + 1], keys_of(chain, group))
+
+    def slide_prompts(self, rows: np.ndarray) -> None:
+        """Give back what `rows`, intp [K], needed to prefill, and do not look into any more.
+
+        NOTE: what is launched beyond the confirmed positions may be taken back, see `HeldRows`.
+        """
+        running = rows[self.rows.order[rows] >= 0]
+        self.slide(running, self.rows.confirmed[running])
+
+    def _withdraw(self, row: int, bad: int = 0) -> list[BlockRun]:
+        """Take `row` out of everything that plans read; returns its blocks, of each group."""
         self.lanes.leave(row)
         self.ready.pop(row, None)
         self.prefilling.pop(row, None)
@@ -120,4 +147,4 @@ class Batch:
         self.pool.unreserve(int(self.rows.reserved[row]))
         self.rows.reserved[row] = 0
         chain = self.prefixes.publish(row, bad)
-        return self.rows.pop_blocks(row), chain
+        return self.rows.pop_blocks(row, chain)

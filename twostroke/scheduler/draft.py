@@ -88,16 +88,16 @@ class Draft:
         """Let the device know that `row` has `known` tokens, and `length` positions: more than it has sampled."""
         self._joins.append(row_record(row, sample, known, length, ledger))
 
-    def add_shared_blocks(self, deltas: np.ndarray, count: int) -> None:
-        """Add the block deltas of `count` blocks of each group that a joining row shares, or gets from the host."""
-        self.shared_blocks += count
+    def add_shared_blocks(self, deltas: np.ndarray) -> None:
+        """Add the deltas of blocks that a joining row shares, or gets from the host."""
+        self.shared_blocks += len(deltas)
         self._block_deltas.append(deltas)
 
     def add_blocks(self, deltas: np.ndarray) -> None:
         self._block_deltas.append(deltas)
 
     def add_copy(self, source: int, target: int) -> None:
-        """Copy block `source` to `target`, in all groups, before the step's tokens."""
+        """Copy block `source` to `target`, in all layers, before the step's tokens."""
         self._copies.append((source, target))
 
     def add_chunk(self, row: int, start: int, tokens: np.ndarray, *, samples: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..cache.block_pool import BlockRun
+from ..cache.prefix_cache import keys_of
 from ..request import Sample
 from .batch import Batch
 from .prefixes import Start
@@ -29,7 +31,8 @@ class Forks:
 
     A fork shares the full blocks of the prompt with whichever sample of its request has them; the block in which the
     prompt ends is copied on the device, and only the prompt's last token is computed again, for its logits. A fork for
-    which no sibling has the prompt any more starts like any other sample, with what the prefix cache knows.
+    which no sibling has the prompt any more, or its last window, starts like any other sample, with what the prefix
+    cache knows.
 
     A sample that begins to compute the prompt has free rows promised for its forks, so that the requests behind it do
     not take them in the meantime. A request wider than the batch gets what there is; the rest of its samples wait.
@@ -81,9 +84,14 @@ class Forks:
             # What it has prefilled is vouched for once it has sampled a token.
             if row is not None and rows.order[row] >= 0 and rows.confirmed[row] >= rows.target[row]:
                 full, rest = divmod(length - 1, rows.block_size)
-                blocks = rows.blocks[0, row, : full + 1].tolist()
-                chain = sibling.chain[:full]
-                return Start(length - 1, blocks[:full], chain, row, blocks[full] if rest else None)
+                firsts = rows.firsts(full)
+                if (rows.first[:, row] <= firsts).all():
+                    chain = sibling.chain[:full]
+                    runs = [
+                        BlockRun(rows.blocks[group, row, first:full].copy(), keys_of(chain[first:], group))
+                        for group, first in enumerate(firsts)
+                    ]
+                    return Start(length - 1, runs, chain, row, rows.blocks[:, row, full].tolist() if rest else ())
         return None
 
     def admitted(self, sample: Sample) -> None:

@@ -265,7 +265,7 @@ class HeldRows:
         rows, batch = self._batch.rows, self._batch
         known = rows.known(row)
         count = min(len(forced), int(rows.limit[row]) - known)
-        blocks = max(0, rows.blocks_of(known + count) - int(rows.held[row]))
+        blocks = rows.num_groups * max(0, rows.blocks_of(known + count) - int(rows.held[row]))
         runs = rows.order[row] >= 0
         if count < 2 or (runs and batch.pool.available < blocks):
             return

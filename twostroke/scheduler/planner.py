@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cache.block_pool import BlockRun
+from ..cache_groups import CacheGroups
 from ..logprob_record import MAX_SCORES
-from ..plan import NO_COPIES, NO_LEDGER, Feature, Plan, max_shared_blocks
+from ..plan import DUMMY_BLOCK, NO_COPIES, NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
 from .batch import Batch
 from .draft import Draft
@@ -30,7 +32,7 @@ def as_index(rows: Collection[int]) -> np.ndarray:
 
 
 class Fit(NamedTuple):
-    """What a waiting sample would take: where it begins, blocks of its own beyond that, and free ones needed."""
+    """What a waiting sample would take: its start, at most how many blocks of its own, and free ones needed."""
 
     start: Start
     own: int
@@ -46,7 +48,8 @@ class Planner:
         batch: the samples that have rows.
         waiting: those that have none, in the order in which they get one.
         forks: which of them begin with the prompt of another.
-        max_step_tokens, max_chunk_tokens: see `Scheduler`.
+        groups: of the cache.
+        max_step_tokens: see `Scheduler`.
         max_model_len: most tokens of a sample.
         takes_rows: see `Policy`.
         costs: see `Scheduler`.
@@ -62,8 +65,8 @@ class Planner:
         waiting: Queue,
         forks: Forks,
         *,
+        groups: CacheGroups,
         max_step_tokens: int,
-        max_chunk_tokens: int | None,
         max_model_len: int,
         takes_rows: bool,
         costs: StepCosts | None,
@@ -77,8 +80,11 @@ class Planner:
         self.takes_rows = takes_rows
         self.costs = costs
         self.max_step_tokens = max_step_tokens
-        self.max_chunk_tokens = max_step_tokens if max_chunk_tokens is None else max_chunk_tokens
-        self.max_shared_blocks = max_shared_blocks(max_step_tokens, max_model_len, batch.rows.block_size)
+        self._spans = groups.spans()
+        self.max_chunk_tokens = groups.max_chunk_tokens
+        self.max_shared_blocks = len(groups.windows) * max_shared_blocks(
+            max_step_tokens, max_model_len, groups.block_size
+        )
         self.max_ledger_words = max_ledger_words
         self.preemptions = 0
 
@@ -129,7 +135,7 @@ class Planner:
             victims.append(row)
             seats += 1
             ledgers += rows.ledger[row] != NO_LEDGER
-            missing -= self.pool.count_unshared(rows.blocks[0, row, : rows.held[row]]) + int(rows.reserved[row])
+            missing -= self.pool.count_unshared(rows.own_blocks(row)) + int(rows.reserved[row])
         if seats > 0 and missing <= 0 and ledgers > 0:
             for row in victims:
                 self._preempt(row)
@@ -148,23 +154,28 @@ class Planner:
         if self.batch.ready:
             ready = as_index(self.batch.ready)
             due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
+        if rows.sliding:
+            # NOTE: what a prompt slides off before it is published, nobody can find any more.
+            published = due[rows.confirmed[due] >= rows.target[due]]
+            self.batch.slide(published, rows.launched[published])
         self._claim_blocks(due, draft)
         if self.batch.ready:
             self._join_ready()
 
     def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
-        """Give a block to each row of `claims`, or, if there are too few, to the best ranks; the others sit out."""
-        if len(claims) > self.pool.available:
+        """Give a block of each group to each row of `claims`, or to the best ranks; the others sit out."""
+        groups = self.rows.num_groups
+        if groups * len(claims) > self.pool.available:
             claims = self._ration(claims)
         if len(claims):
-            blocks = self.pool.take(len(claims))
+            blocks = self.pool.take(groups * len(claims))
             self._order(blocks, draft)
             draft.add_blocks(self.rows.add_blocks(claims, blocks))
 
     def _order(self, blocks: np.ndarray, draft: Draft) -> None:
-        """Let the step, which writes to `blocks`, int32 [G, n], run after the transfers that use them."""
+        """Let the step, which writes to `blocks`, int32 [n], run after the transfers that use them."""
         if self.tier is not None:
-            draft.hold_back(self.tier.newest(blocks[0]))
+            draft.hold_back(self.tier.newest(blocks))
 
     def _ration(self, claims: np.ndarray) -> np.ndarray:
         """The rows of `claims` that get a block although there are too few, best rank first.
@@ -172,14 +183,15 @@ class Planner:
         What samples that ended, or that wait for their last token, will give back, at most, is worth waiting for.
         Beyond that the running samples of the last ranks are preempted until the rest can be served.
         """
-        claims = self.rows.ranked(claims)
+        self.batch.slide(claims, self.rows.launched[claims])
+        claims, groups = self.rows.ranked(claims), self.rows.num_groups
         coming = self._coming_blocks()
         candidates = self._going_on()
-        while len(claims) > self.pool.available + coming:
+        while groups * len(claims) > self.pool.available + coming:
             victim = candidates.pop()
             self._preempt(victim)
             claims = claims[claims != victim]
-        served = min(len(claims), self.pool.available)
+        served = min(len(claims), self.pool.available // groups)
         for row in claims[served:].tolist():
             self.lanes.leave(row)
             self.batch.ready[row] = None
@@ -187,7 +199,7 @@ class Planner:
 
     def _coming_blocks(self) -> int:
         """Blocks that samples which have launched their last step, or ended, will give back, at most."""
-        return self.batch.releases.blocks + int(self.rows.held[self.rows.ending].sum())
+        return self.batch.releases.blocks + self.rows.count_blocks(self.rows.ending)
 
     def _going_on(self) -> list[int]:
         """The running rows with positions left to launch, best rank first."""
@@ -241,31 +253,31 @@ class Planner:
         if not self._has_ledger(sample, draft) or not self._room(sample, draft):
             return False
         start, own, needed = self._fit(sample)
-        found = len(start.blocks) + len(start.returning)
-        if self.pool.available < needed or draft.shared_blocks + found > self.max_shared_blocks:
+        if self.pool.available < needed or draft.shared_blocks + start.num_blocks > self.max_shared_blocks:
             return False
         self.waiting.pop()
         row = self._join(sample, start, own, draft)
         self.pool.reserve(own)
-        self._bring_back(row, start, draft)
         if self._has_arrived(row):
             self._launch_chunk(row, draft)
-        if start.copied is not None:
-            draft.add_copy(start.copied, int(self.rows.blocks[0, row, len(start.blocks)]))
+        for group, source in enumerate(start.copied):
+            draft.add_copy(source, int(self.rows.blocks[group, row, start.positions // self.rows.block_size]))
         return True
 
-    def _bring_back(self, row: int, start: Start, draft: Draft) -> None:
-        """Load what `row` found on the host, and note when all that it found is there."""
-        if self.tier is None or start.source is not None:
+    def _bring_back(self, runs: list[BlockRun]) -> None:
+        """Load what a row found on the host into blocks of its own."""
+        if self.tier is None:
             return
-        if start.returning:
-            self.tier.fix(start.returning)
-            blocks = self.pool.take_reserved(len(start.returning))
-            draft.add_shared_blocks(self.rows.extend_blocks(row, blocks), blocks.shape[1])
-            self.tier.load(start.returning, blocks[0])
-            self.pool.cache.adopt(start.returning, blocks[0].tolist())
-        found = self.rows.blocks[0, row, : self.rows.held[row]]
-        self.rows.arrival[row] = self.tier.arrival(found)
+        places = [(run, place) for run in runs for place in np.flatnonzero(run.blocks == DUMMY_BLOCK).tolist()]
+        if not places:
+            return
+        keys = [run.keys[place] for run, place in places]
+        self.tier.fix(keys)
+        blocks = self.pool.take(len(keys))
+        for (run, place), block in zip(places, blocks, strict=True):
+            run.blocks[place] = block
+        self.tier.load(keys, blocks)
+        self.pool.cache.publish(keys, blocks.tolist())
 
     def _fit(self, sample: Sample) -> Fit:
         """What a waiting sample would take.
@@ -273,10 +285,22 @@ class Planner:
         NOTE: without headroom, a block for each running row, a preempted sample would be admitted and preempted again
         at the next block's edge.
         """
-        start = self.forks.start(sample) or self.batch.prefixes.find(sample)
-        own = self.rows.blocks_of(len(sample.tokens)) - len(start.blocks)
-        idle = self.pool.cache.count_idle(start.chain) if start.source is None else 0
-        return Fit(start, own, own + idle + (self.rows.running if sample.preemptions else 0))
+        headroom = self.rows.num_groups * self.rows.running if sample.preemptions else 0
+        if (start := self.forks.start(sample)) is not None:
+            own = self._own(sample, start)
+            return Fit(start, own, own + headroom)
+        start = self.batch.prefixes.find(sample)
+        own, taken = self._own(sample, start), start.num_returning
+        taken += sum(self.pool.cache.count_idle(run.keys) for run in start.runs)
+        if own + taken > self.pool.total:  # what it shares and its chunks fit one by one, but not together
+            start, taken = self.batch.prefixes.nothing(), 0
+            own = self._own(sample, start)
+        return Fit(start, own, own + taken + headroom)
+
+    def _own(self, sample: Sample, start: Start) -> int:
+        """The most blocks that the row of `sample` has at once beside those that it shares, until it decodes."""
+        blocks = self.rows.blocks_of(len(sample.tokens)) - start.positions // self.rows.block_size
+        return sum(min(blocks, span) for span in self._spans)
 
     def _has_ledger(self, sample: Sample, draft: Draft) -> bool:
         """Whether there is a ledger for `sample`, and room in the plan to open it; also if it needs none."""
@@ -285,22 +309,30 @@ class Planner:
 
     def _join(self, sample: Sample, start: Start, own: int, draft: Draft) -> int:
         """Give `sample` a row that begins at `start`, and is promised `own` blocks more."""
-        row = self.batch.join(sample, len(start.blocks) + own)
+        row = self.batch.join(sample, own)
         self.batch.prefixes.begin(row, sample, start)
         draft.add_join(row, sample, start.positions, int(self.rows.ledger[row]))
-        if start.blocks:
-            shared = self._share(start)
-            draft.add_shared_blocks(self.rows.extend_blocks(row, shared), shared.shape[1])
+        self._share(row, start, draft)
         if sample.timings.admitted is None:
             sample.timings.admitted = time.perf_counter()
             self.batch.count_begun(sample)
         self.forks.admitted(sample)
         return row
 
-    def _share(self, start: Start) -> np.ndarray:
-        if start.source is None:
-            return self.pool.share(start.chain, start.blocks)
-        return self.pool.share_used(start.blocks)
+    def _share(self, row: int, start: Start, draft: Draft) -> None:
+        """Let `row` have the blocks that it begins with, and note when all of them are there."""
+        count = start.positions // self.rows.block_size
+        if not count:
+            return
+        for run in start.runs:
+            if start.source is None:
+                self.pool.share(run)
+            else:
+                self.pool.share_used(run.blocks)
+        self._bring_back(start.runs)
+        draft.add_shared_blocks(self.rows.share_blocks(row, count, start.runs))
+        if self.tier is not None:
+            self.rows.arrival[row] = self.tier.arrival(self.rows.own_blocks(row))
 
     def _launch_chunk(self, row: int, draft: Draft) -> None:
         """Launch as many of the row's known tokens as the step and the chunk limit have room for."""
@@ -312,8 +344,11 @@ class Planner:
             draft.add_row(row, sample, target, start)
         room = max(start, sample.scored) - start + self._room(sample, draft)
         end = min(start + min(self._budget(draft), self.max_chunk_tokens, room), target)
-        missing = self.rows.blocks_of(end) - int(rows.held[row])
+        if rows.sliding:
+            self._slide(row)
+        missing = rows.num_groups * (rows.blocks_of(end) - int(rows.held[row]))
         if missing:
+            rows.reserved[row] -= missing
             blocks = self.pool.take_reserved(missing)
             self._order(blocks, draft)
             draft.add_blocks(rows.extend_blocks(row, blocks))
@@ -326,6 +361,15 @@ class Planner:
             del self.batch.prefilling[row]
             if target < rows.limit[row]:
                 self.batch.ready[row] = None
+
+    def _slide(self, row: int) -> None:
+        """Give back what the chunks to come do not look into, and promise as much as they need."""
+        rows = self.rows
+        self.batch.slide(np.array([row]), rows.launched[[row]])
+        needed = rows.missing(row, rows.blocks_of(int(rows.target[row])))
+        self.pool.unreserve(int(rows.reserved[row]))
+        self.pool.reserve(needed)
+        rows.reserved[row] = needed
 
     def _score(self, sample: Sample, row: int, start: int, end: int, draft: Draft) -> None:
         """Score the positions of a chunk that are not yet, but for the last of the prompt: no token is next there."""

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.block_pool import BlockPool
-from ..plan import Flag
+from ..cache.block_pool import BlockPool, BlockRun
+from ..cache.prefix_cache import keys_of
+from ..plan import DUMMY_BLOCK, Flag
 from ..request import Sample
 from .rows import RowTable
 
@@ -19,19 +20,30 @@ class Start(NamedTuple):
     """Where a sample that is admitted begins: what it need not compute.
 
     Attributes:
-        positions: that it has; those in `blocks`, and in `copied`.
-        blocks: full blocks that it shares. chain: their digests.
+        positions: that it has; those in full blocks, and in `copied`.
+        runs: of each group, the full blocks that it shares: in one with a window only those within reach.
+        chain: the digests of all full blocks.
         source: the row whose blocks these are; None if the prefix cache knows them.
-        copied: the block that it gets a copy of, which holds the positions behind `blocks`.
-        returning: digests of the blocks behind `blocks` that come back from the host.
+        copied: of each group the block that it gets a copy of, which holds the positions behind the full ones; or none.
+        returning: positions that it would not have without what comes back from the host.
     """
 
     positions: int
-    blocks: list[int]
+    runs: list[BlockRun]
     chain: Sequence[bytes]
     source: int | None = None
-    copied: int | None = None
-    returning: Sequence[bytes] = ()
+    copied: Sequence[int] = ()
+    returning: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it shares, or gets from the host, in all groups."""
+        return sum(len(run.blocks) for run in self.runs)
+
+    @property
+    def num_returning(self) -> int:
+        """Those of them that it gets from the host."""
+        return sum(int(np.count_nonzero(run.blocks == DUMMY_BLOCK)) for run in self.runs) if self.returning else 0
 
 
 class Prefixes:
@@ -66,26 +78,28 @@ class Prefixes:
 
         So are positions whose next token is to be scored.
         """
+        if not self._enabled:
+            return self.nothing()
         size = self._rows.block_size
-        blocks = self._cache.find(sample.chain, sample.tokens) if self._enabled else []
-        end = self._find_on_host(sample, len(blocks))
+        most = (len(sample.tokens) - 1) // size
         if sample.scored < sample.prompt_len - 1:
-            end = min(end, sample.scored // size)
-            blocks = blocks[:end]
-        here = len(blocks)
-        return Start(end * size, blocks, sample.chain[:here], returning=sample.chain[here:end])
+            most = min(most, sample.scored // size)
+        here = self._cache.find(sample.chain, sample.tokens, most)
+        count = self._find_on_host(sample, most, here)
+        chain = sample.chain[:count]
+        keys = [keys_of(chain[first:], group) for group, first in enumerate(self._rows.firsts(count))]
+        runs = [BlockRun(self._cache.blocks(each), each) for each in keys]
+        return Start(count * size, runs, chain, returning=(count - here) * size)
 
-    def _find_on_host(self, sample: Sample, index: int) -> int:
-        """The number of first blocks that are known if `index` are on the device, and those behind may be on the host.
+    def _find_on_host(self, sample: Sample, most: int, here: int) -> int:
+        """How many first blocks are known, on device or host; `here`, on the device, if to bring back does not pay."""
+        if self._tier is None or not self._tier.costs.pays(1):
+            return here
+        return self._cache.find(sample.chain, sample.tokens, most, self._tier.has)
 
-        If to bring them back pays.
-        """
-        tier, end = self._tier, index
-        if tier is None:
-            return index
-        while self._cache.extend(sample.chain, sample.tokens, end) and tier.has(sample.chain[end]):
-            end += 1
-        return end if end > index and tier.costs.pays(1) else index
+    def nothing(self) -> Start:
+        """Where a sample begins that computes everything."""
+        return Start(0, [], [])
 
     def begin(self, row: int, sample: Sample, start: Start) -> None:
         """Let `row`, just admitted, begin at `start`."""
@@ -95,7 +109,7 @@ class Prefixes:
         elif self._enabled:
             self._rows.begin_at(row, start.positions, publishes=True)
             self.hit_tokens += start.positions
-            self.host_hit_tokens += len(start.returning) * self._rows.block_size
+            self.host_hit_tokens += start.returning
             if sample.timings.admitted is None:
                 sample.cached_tokens = start.positions
 
@@ -106,20 +120,29 @@ class Prefixes:
                 self.publish(row, bad=0)
 
     def publish(self, row: int, bad: int) -> list[bytes]:
-        """Publish the vouched blocks of `row`, the last `bad` of its confirmed positions left out; return their chain.
+        """Publish the vouched blocks of `row`, the last `bad` of its confirmed positions left out.
 
-        A row that must not publish has an empty chain.
+        Returns:
+            The chain of what is published, now or before; a row that must not publish adds nothing to it.
         """
         rows = self._rows
-        if not rows.publishes[row]:
-            return []
-        good = int(rows.confirmed[row]) - bad
-        vouched = good if good >= rows.target[row] else int(rows.shared[row])
-        count = vouched // rows.block_size
-        chain: list[bytes] = rows.samples[row].chain
-        self._cache.publish(chain, rows.tokens[row], rows.blocks[0, row, :count].tolist())
-        return chain[:count]
+        if rows.publishes[row]:
+            good = int(rows.confirmed[row]) - bad
+            vouched = good if good >= rows.target[row] else int(rows.shared[row])
+            self._publish_blocks(row, vouched // rows.block_size)
+        count = int(rows.published[row])
+        return list(rows.samples[row].chain[:count]) if count else []
+
+    def _publish_blocks(self, row: int, count: int) -> None:
+        """Publish the first `count` blocks of `row`, as far as it has them."""
+        rows, chain = self._rows, self._rows.samples[row].chain
+        self._cache.extend(chain, rows.tokens[row], count)
+        for group, first in enumerate(rows.first[:, row].tolist()):
+            keys = keys_of(chain[first:count], group)
+            self._cache.publish(keys, rows.blocks[group, row, first : first + len(keys)].tolist())
+        rows.published[row] = max(count, int(rows.published[row]))
 
     def stop(self) -> None:
         """Let no row that runs now publish anything more."""
         self._rows.publishes[:] = False
+        self._rows.published[:] = 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-import numpy as np
+from ..cache.block_pool import BlockRun
 
 
 class Release(NamedTuple):
-    """A row, and the blocks int32 [G, n] that it had, to be returned once `step` is committed.
-
-    The first of the blocks hold the published `chain`.
-    """
+    """A row, and the blocks that it had in each group, to be returned once `step` is committed."""
 
     step: int
     row: int
-    blocks: np.ndarray
-    chain: list[bytes]
+    runs: list[BlockRun]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(run.blocks) for run in self.runs)
 
 
 class Releases:
@@ -31,7 +31,7 @@ class Releases:
 
     def __init__(self) -> None:
         self.blocks = 0
-        """Blocks of each group that are pending."""
+        """Blocks that are pending."""
         self._queue: deque[Release] = deque()
 
     def __len__(self) -> int:
@@ -40,20 +40,21 @@ class Releases:
     def push(self, release: Release) -> None:
         """Queue `release`; its step is not smaller than any queued before."""
         self._queue.append(release)
-        self.blocks += release.blocks.shape[1]
+        self.blocks += release.num_blocks
 
     def pop(self, step: int) -> Release | None:
         """Remove and return the oldest release whose step is at most `step`, or None."""
         if not self._queue or self._queue[0].step > step:
             return None
         release = self._queue.popleft()
-        self.blocks -= release.blocks.shape[1]
+        self.blocks -= release.num_blocks
         return release
 
-    def forget_chains(self) -> None:
+    def forget_keys(self) -> None:
         """Let what is queued be of no use to anybody once it is returned."""
         for release in self._queue:
-            release.chain.clear()
+            for run in release.runs:
+                run.keys.clear()
 
     def pending(self) -> list[Release]:
         """All that is queued, oldest first."""

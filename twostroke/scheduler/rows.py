@@ -6,7 +6,10 @@ import time
 
 import numpy as np
 
+from ..cache.block_pool import BlockRun
 from ..cache.host_tier import NO_TRANSFER
+from ..cache.prefix_cache import keys_of
+from ..cache_groups import CacheGroups
 from ..logprob_record import NO_RECORDS
 from ..plan import NO_LEDGER, Flag, Plan, StepOutput
 from ..request import Sample, SampleState
@@ -39,20 +42,26 @@ class RowTable:
     values, numpy lets go of the interpreter's lock, and to get it back from a busy thread can take milliseconds.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, num_groups: int, num_ledgers: int) -> None:
-        self.block_size = block_size
+    def __init__(self, num_rows: int, max_model_len: int, groups: CacheGroups, num_ledgers: int) -> None:
+        self.block_size = groups.block_size
+        self.num_groups = len(groups.windows)
+        self.sliding = [(group, reach) for group, reach in enumerate(groups.reaches()) if reach is not None]
+        """Groups with a window, and how many blocks before its own a position may look into."""
+        self._spans = groups.spans()
         self.running = 0
         self.features = FeatureCounts()
         """What the running rows ask for."""
         # NOTE: np.empty, since the pages of rows and positions that are never used then cost no memory.
         self.tokens = np.empty((num_rows, max_model_len), np.int32)
         self._flat_tokens = self.tokens.reshape(-1)
-        self.blocks = np.empty((num_groups, num_rows, -(-max_model_len // block_size)), np.int32)
-        self._flat_blocks = self.blocks.reshape(num_groups, -1)
+        self.blocks = np.empty((self.num_groups, num_rows, -(-max_model_len // self.block_size)), np.int32)
+        self._flat_blocks = self.blocks.reshape(self.num_groups, -1)
+        self.first = np.zeros((self.num_groups, num_rows), np.int64)
+        """Index of the first block of each group that the row has; those before it have slid out of the window."""
         self.held = np.zeros(num_rows, np.int64)
-        """Blocks of each group that the row has."""
+        """Index behind the last block that the row has, in all groups."""
         self.reserved = np.zeros(num_rows, np.int64)
-        """Blocks of each group that it was promised for the rest of its prefill."""
+        """Blocks that it was promised for the rest of its prefill."""
         self.launched = np.zeros(num_rows, np.int64)
         self.confirmed = np.zeros(num_rows, np.int64)
         self.target = np.zeros(num_rows, np.int64)
@@ -61,6 +70,8 @@ class RowTable:
         """The `launched` at which a decoding row reaches its limit or the edge of its last block."""
         self.shared = np.zeros(num_rows, np.int64)
         """Positions that the row found computed."""
+        self.published = np.zeros(num_rows, np.int64)
+        """So many of its first blocks are published, as far as the row has them."""
         self.arrival = np.full(num_rows, NO_TRANSFER, np.int64)
         """The transfer that brings blocks which the row found, and without which it cannot run."""
         self.publishes = np.zeros(num_rows, bool)
@@ -84,6 +95,8 @@ class RowTable:
         target = len(sample.tokens)
         self.tokens[row, :target] = sample.tokens
         self.launched[row] = self.confirmed[row] = self.held[row] = 0
+        self.shared[row] = self.published[row] = 0
+        self.first[:, row] = 0
         self.arrival[row] = NO_TRANSFER
         self.target[row], self.reserved[row] = target, reserved
         self.limit[row] = sample.prompt_len + sample.request.max_tokens - 1
@@ -113,6 +126,7 @@ class RowTable:
     def begin_at(self, row: int, length: int, *, publishes: bool) -> None:
         """The row finds its first `length` positions computed; `publishes`: its blocks may be found by others."""
         self.launched[row] = self.confirmed[row] = self.shared[row] = length
+        self.published[row] = length // self.block_size if publishes else 0
         self.publishes[row] = publishes
 
     def suspend(self, row: int) -> None:
@@ -140,27 +154,84 @@ class RowTable:
 
         Args:
             rows: intp [K], each at most once.
-            blocks: int32 [G, K].
+            blocks: int32 [G * K], those of the first group first.
 
         Returns:
             The block deltas, int32 [G * K, 4]: group, row, index, block.
         """
         index = self.held[rows]
         places = rows * self.blocks.shape[2] + index
+        blocks = blocks.reshape(self.num_groups, -1)
         for table, own in zip(self._flat_blocks, blocks, strict=True):
             table[places] = own
         self.held[rows] = index + 1
         self.event_at[rows] = np.minimum((index + 1) * self.block_size, self.limit[rows])
-        return _block_deltas(rows, index, blocks)
+        return _block_deltas(np.arange(self.num_groups)[:, None], rows, index, blocks)
 
     def extend_blocks(self, row: int, blocks: np.ndarray) -> np.ndarray:
-        """Append `blocks`, int32 [G, n], to `row`, out of its reservation; returns the block deltas."""
+        """Append to `row` as many blocks of each group, int32 [G * n], those of the first group first.
+
+        Returns the block deltas.
+        """
+        blocks = blocks.reshape(self.num_groups, -1)
         held, count = int(self.held[row]), blocks.shape[1]
         self.blocks[:, row, held : held + count] = blocks
-        self.held[row] = held + count
-        self.reserved[row] -= count
-        self.event_at[row] = min((held + count) * self.block_size, int(self.limit[row]))
-        return _block_deltas(np.intp(row), np.arange(held, held + count), blocks)
+        self._hold(row, held + count)
+        return _block_deltas(np.arange(self.num_groups)[:, None], row, np.arange(held, held + count), blocks)
+
+    def share_blocks(self, row: int, count: int, runs: list[BlockRun]) -> np.ndarray:
+        """Let `row` begin with `count` blocks, of which it has the last ones: `runs` of each group.
+
+        Returns the block deltas.
+        """
+        deltas = []
+        for group, (blocks, _) in enumerate(runs):
+            first = self.first[group, row] = count - len(blocks)
+            self.blocks[group, row, first:count] = blocks
+            deltas.append(_block_deltas(group, row, np.arange(first, count), blocks))
+        self._hold(row, count)
+        return np.concatenate(deltas)
+
+    def _hold(self, row: int, count: int) -> None:
+        self.held[row] = count
+        self.event_at[row] = min(count * self.block_size, int(self.limit[row]))
+
+    def firsts(self, count: int) -> list[int]:
+        """Of each group, the first of `count` blocks that the position behind them may look into."""
+        firsts = [0] * self.num_groups
+        for group, reach in self.sliding:
+            firsts[group] = max(0, count - reach)
+        return firsts
+
+    def slide(self, rows: np.ndarray, positions: np.ndarray | np.int64) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """Take from `rows`, intp [K], the blocks that `positions` and those behind them do not look into.
+
+        Returns:
+            For each group, where there are such: group, rows intp [N], index of the block int64 [N].
+        """
+        slid = []
+        for group, reach in self.sliding:
+            first = self.first[group, rows]
+            count = np.maximum(positions // self.block_size - reach - first, 0)
+            if np.count_nonzero(count):
+                self.first[group, rows] = first + count
+                # NOTE: a row at a block's edge loses one; only one that has just prefilled may lose several.
+                index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
+                slid.append((group, np.repeat(rows, count), index))
+        return slid
+
+    def blocks_at(self, group: int, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """The blocks of `group` at so many places of the tables of `rows`, int32 [N]."""
+        return self._flat_blocks[group][rows * self.blocks.shape[2] + index]
+
+    def missing(self, row: int, end: int) -> int:
+        """The most blocks more that a prefilling row will have at once, on its way to `end` blocks.
+
+        What it shares does not count: it may not be free when it slides out of the window.
+        """
+        held, shared = int(self.held[row]), int(self.shared[row]) // self.block_size
+        own = [held - max(int(first), shared) for first in self.first[:, row]]
+        return sum(max(0, min(end - held, span - has)) for span, has in zip(self._spans, own, strict=True))
 
     def confirm(self, plan: Plan) -> np.ndarray:
         """Confirm the positions of `plan`; returns the rows that sampled, intp [S], in the order of the output."""
@@ -197,11 +268,24 @@ class RowTable:
             if sample is not None and sample.timings.first_token is None:
                 sample.timings.first_token = now
 
-    def pop_blocks(self, row: int) -> np.ndarray:
-        """Take all blocks from `row` and return them, int32 [G, n]."""
-        blocks = self.blocks[:, row, : self.held[row]].copy()
-        self.held[row] = 0
-        return blocks
+    def own_blocks(self, row: int) -> np.ndarray:
+        """All blocks that `row` has, int32 [N]."""
+        held, firsts = self.held[row], self.first[:, row]
+        return np.concatenate([table[row, first:held] for table, first in zip(self.blocks, firsts, strict=True)])
+
+    def count_blocks(self, rows: np.ndarray) -> int:
+        """How many blocks `rows`, bool [rows], have."""
+        return self.num_groups * int(self.held[rows].sum()) - int(self.first[:, rows].sum())
+
+    def pop_blocks(self, row: int, chain: list[bytes]) -> list[BlockRun]:
+        """Take all blocks from `row` and return those of each group; the first of them are published: `chain`."""
+        runs = []
+        for group in range(self.num_groups):
+            first = int(self.first[group, row])
+            blocks = self.blocks[group, row, first : self.held[row]].copy()
+            runs.append(BlockRun(blocks, keys_of(chain[first:], group)))
+        self.first[:, row] = self.held[row] = self.published[row] = 0
+        return runs
 
     def known_tokens(self, row: int) -> np.ndarray:
         """Prompt and confirmed output tokens of `row`, int32, a read-only copy."""
@@ -218,11 +302,10 @@ class RowTable:
         return tokens
 
 
-def _block_deltas(rows: np.ndarray | np.intp, index: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    groups, count = blocks.shape
-    deltas = np.empty((groups, count, 4), np.int32)
-    deltas[:, :, 0] = np.arange(groups)[:, None]
-    deltas[:, :, 1] = rows
-    deltas[:, :, 2] = index
-    deltas[:, :, 3] = blocks
+def _block_deltas(group: np.ndarray | int, rows: np.ndarray | int, index: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    deltas = np.empty((*blocks.shape, 4), np.int32)
+    deltas[..., 0] = group
+    deltas[..., 1] = rows
+    deltas[..., 2] = index
+    deltas[..., 3] = blocks
     return deltas.reshape(-1, 4)

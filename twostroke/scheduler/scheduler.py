@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..cache.host_tier import HostTier
+from ..cache_groups import CacheGroups
 from ..errors import InvalidRequest
 from ..held_input import HeldInput
 from ..logprob_record import NO_RECORDS
@@ -60,7 +61,8 @@ class Scheduler:
         max_rows: rows of the device's batch state; row `max_rows` is the dummy row.
         max_step_tokens: most tokens of a step. No more rows than this are used at a time.
         max_model_len: most tokens of a sample, prompt and output.
-        block_size: positions of a block. num_blocks: blocks of each of `num_groups` cache groups, with the dummy block.
+        block_size: positions of a block. num_blocks: blocks of the cache, with the dummy block.
+        windows: of each cache group; 0 sees all.
         max_chunk_tokens: most tokens of one prompt chunk; None is no limit but the step's.
         prefix_cache: rows that begin with the same tokens share blocks.
         tier: keeps on the host what the prefix cache evicts; None for nothing.
@@ -79,7 +81,7 @@ class Scheduler:
         max_model_len: int,
         block_size: int,
         num_blocks: int,
-        num_groups: int = 1,
+        windows: tuple[int, ...] = (0,),
         max_chunk_tokens: int | None = None,
         prefix_cache: bool = True,
         tier: HostTier | None = None,
@@ -94,8 +96,9 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.max_model_len = max_model_len
         self.num_ledgers = num_ledgers
-        self.rows = RowTable(num_rows, max_model_len, block_size, num_groups, num_ledgers)
-        self.pool = BlockPool(num_blocks, block_size, num_groups, tier)
+        self.groups = CacheGroups(windows, block_size, min(max_chunk_tokens or max_step_tokens, max_step_tokens))
+        self.rows = RowTable(num_rows, max_model_len, self.groups, num_ledgers)
+        self.pool = BlockPool(num_blocks, block_size, self.groups.reaches(), tier)
         self.prefixes = Prefixes(self.rows, self.pool, enabled=prefix_cache)
         self.batch = Batch(self.rows, self.pool, Lanes(num_rows, dummy_row=max_rows), self.prefixes, constraints)
         self.waiting = Queue()
@@ -104,8 +107,8 @@ class Scheduler:
             self.batch,
             self.waiting,
             self.forks,
+            groups=self.groups,
             max_step_tokens=max_step_tokens,
-            max_chunk_tokens=max_chunk_tokens,
             max_model_len=max_model_len,
             takes_rows=policy.takes_rows,
             costs=costs,
@@ -130,7 +133,7 @@ class Scheduler:
                 ledgers.
         """
         length = sample.prompt_len + sample.request.max_tokens
-        blocks = self.rows.blocks_of(length - 1)
+        blocks = self.groups.blocks(length - 1)
         if length > self.max_model_len or blocks > self.pool.total:
             raise InvalidRequest(
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
@@ -189,7 +192,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Use nothing again that was computed before; rows in use keep their blocks, but publish none of them."""
         self.prefixes.stop()
-        self.batch.releases.forget_chains()
+        self.batch.releases.forget_keys()
         self.pool.forget()
 
     def hold(self, name: str, *, drain: bool, on_quiet: Callable[[], None]) -> None:
@@ -339,6 +342,7 @@ class Scheduler:
             self.rows.stamp_first_tokens(prompts)
             self.prefixes.publish_prompts(prompts, flags)
             self._release_forks(prompts)
+            batch.slide_prompts(prompts)
         finished += self._end_flagged(sampled, output.flags)
         if batch.held.late:
             batch.held.committed(plan)

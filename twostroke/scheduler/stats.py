@@ -12,7 +12,7 @@ class SchedulerStats:
     Attributes:
         waiting: samples without a place, preempted ones included.
         running: samples that take part in steps.
-        free_blocks: free blocks of each cache group, promised ones included.
+        free_blocks: free blocks, promised ones included.
         cached_blocks: those of them whose content the prefix cache still knows.
         prefix_hit_tokens: tokens that admissions found in the prefix cache, since the start.
         preemptions: since the start.
