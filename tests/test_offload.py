@@ -65,13 +65,13 @@ def roomy(model, prompts, params, **options):
 
 
 @every_mode
-@pytest.mark.parametrize("family", ["mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3_hybrid", "gpt2"])
 @pytest.mark.usefixtures("every_copy_pays")
 def test_preempted_samples_come_back_from_the_host(saved, family, mode):
     directory, _ = saved(family)
     prompts = [ids(17 + n, seed=n) for n in range(5)]
     plain = roomy(directory, prompts, greedy())
-    num_blocks = {"mistral": 19, "gpt2": 32}[family]  # of mistral a row has no more than its window
+    num_blocks = {"qwen3_hybrid": 61, "gpt2": 32}[family]
     with running(
         mode, directory, block_size=4, num_blocks=num_blocks, max_step_tokens=40, offload_bytes=ROOM
     ) as engine:
@@ -80,7 +80,8 @@ def test_preempted_samples_come_back_from_the_host(saved, family, mode):
     assert tokens(tight) == plain
     assert stats.preemptions > 0
     assert 0 < stats.returned_blocks <= stats.offloaded_blocks
-    assert stats.host_hit_tokens == 4 * stats.returned_blocks
+    hits = stats.host_hit_tokens // 4
+    assert hits == stats.returned_blocks if family == "gpt2" else 0 < hits <= stats.returned_blocks
 
 
 @every_mode
