@@ -95,8 +95,8 @@ def test_sampled_outputs_are_the_same_with_a_hit(saved, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_preempted_samples_find_their_own_blocks(saved, family, mode):
+@pytest.mark.parametrize(("family", "num_blocks"), [("llama", 36), ("qwen2_hybrid", 50)])
+def test_preempted_samples_find_their_own_blocks(saved, family, num_blocks, mode):
     """A tiny cache: blocks are shared, evicted and computed again, and every output is that of a roomy one."""
     directory, model = saved(family)
     system = ids(16)
@@ -104,13 +104,14 @@ def test_preempted_samples_find_their_own_blocks(saved, family, mode):
     with running(mode, directory, block_size=4, prefix_cache=False) as engine:
         plain = engine.generate(prompts, greedy(30))
         assert engine.stats().preemptions == 0
-    with running(mode, directory, block_size=4, num_blocks=36, max_step_tokens=40) as engine:
+    with running(mode, directory, block_size=4, num_blocks=num_blocks, max_step_tokens=40) as engine:
         tight = engine.generate(prompts, greedy(30))
         stats = engine.stats()
         quiet(engine)
     assert tokens(tight) == tokens(plain)
     assert stats.preemptions > 0
-    assert stats.prefix_hit_tokens > sum(output.cached_tokens for output in tight), "hits after preemption"
+    if family == "llama":  # of hybrid models one lost block of many is enough that nothing is found
+        assert stats.prefix_hit_tokens > sum(output.cached_tokens for output in tight), "hits after preemption"
     check(model, tight)
 
 
