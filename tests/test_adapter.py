@@ -112,10 +112,12 @@ class Batch:
 
     def __init__(self, model: TransformersModel) -> None:
         self.model = model
-        self.attention = LoopAttention(model.layers, 1 + ROWS * BLOCKS_PER_ROW, BLOCK, model.dtype, model.device)
-        blocks = 1 + torch.randperm(ROWS * BLOCKS_PER_ROW, generator=torch.Generator().manual_seed(1))
-        dummy = torch.zeros(1, BLOCKS_PER_ROW)
-        self.tables = torch.cat([blocks.reshape(ROWS, -1), dummy]).to(torch.int32)[None]
+        groups = 1 + max(layer.group for layer in model.layers)
+        count = groups * ROWS * BLOCKS_PER_ROW
+        self.attention = LoopAttention(model.layers, 1 + count, BLOCK, model.dtype, model.device)
+        blocks = 1 + torch.randperm(count, generator=torch.Generator().manual_seed(1))
+        dummy = torch.zeros(groups, 1, BLOCKS_PER_ROW)
+        self.tables = torch.cat([blocks.reshape(groups, ROWS, -1), dummy], 1).to(torch.int32)
 
     def step(self, lanes=(), chunks=(), sample_index=None) -> torch.Tensor:
         """Run one step; `lanes` are (row, position, token), `chunks` are (row, position, tokens)."""

@@ -188,11 +188,11 @@ def test_rows_of_a_step_do_not_mix(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_layers_of_equal_window_share_a_group(tmp_path):
+def test_groups_have_one_window_and_equally_many_layers(tmp_path):
     with torch.inference_mode(False):
         save_random_model(MODELS["qwen3-window-bias"], tmp_path)
     model = load_model(tmp_path, impl="native", device=CPU).model
-    assert [(layer.window, layer.group) for layer in model.layers] == [(6, 0), (0, 1), (6, 0)]
+    assert [(layer.window, layer.group) for layer in model.layers] == [(6, 0), (0, 1), (6, 2)]
 
 
 def test_weight_bytes_count_each_matrix_once():
