@@ -75,7 +75,7 @@ def test_a_step_budget_smaller_than_a_prompt_and_than_the_rows(saved, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", [*NATIVE, *ADAPTED])
+@pytest.mark.parametrize("family", sorted({*NATIVE, *ADAPTED} - {"mistral"}))  # its rows end with fewer blocks
 def test_preemption_by_recomputation(saved, family, mode):
     """F19, F16: block 16, prompt 34, 35 new tokens, 2 requests, 7 blocks: preemption is certain, outputs are whole."""
     directory, model = saved(family)
