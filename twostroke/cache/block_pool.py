@@ -120,6 +120,11 @@ class BlockPool:
             self._push(self.cache.retire(keys, blocks[:published].tolist(), unused[:published].tolist()))
         self._push(blocks[published:][unused[published:]])
 
+    def give_blank(self, blocks: np.ndarray) -> None:
+        """Take back blocks, int32 [n], which nobody shares and nobody may find."""
+        self.free += len(blocks)
+        self._push(blocks)
+
     def save_ahead(self) -> None:
         """Let the host tier have what is evicted next."""
         if self.tier is not None:

@@ -124,7 +124,10 @@ class Batch:
             blocks = table.blocks_at(group, owners, index)
             # A block that several rows slide off stands here several times, and each of them gives it back.
             apart = (index < table.published[owners]) | (self.pool.sharers[blocks] > 0)
-            self.pool.give(blocks[~apart])
+            if not np.count_nonzero(apart):
+                self.pool.give_blank(blocks)
+                continue
+            self.pool.give_blank(blocks[~apart])
             for place in np.flatnonzero(apart).tolist():
                 row, at = owners[place], index[place]
                 chain = table.samples[row].chain[at : at + 1] if at < table.published[row] else []

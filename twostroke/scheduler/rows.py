@@ -215,7 +215,9 @@ class RowTable:
             count = np.maximum(positions // self.block_size - reach - first, 0)
             if np.count_nonzero(count):
                 self.first[group, rows] = first + count
-                # NOTE: a row at a block's edge loses one; only one that has just prefilled may lose several.
+                if count.max() == 1:  # always so at a block's edge; who has just prefilled may lose several
+                    slid.append((group, rows[count == 1], first[count == 1]))
+                    continue
                 index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
                 slid.append((group, np.repeat(rows, count), index))
         return slid
