@@ -52,24 +52,24 @@ def test_the_benchmark_runs_every_case_it_promises(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(cpu_step, "run_case", note)
     cpu_step.run("cpu-step", BenchOptions(repetitions=1, loops=("async",)), lambda line: None)
-    cases = [(case.rows, case.waiting, case.streamed) for case in asked]
-    assert sorted(cases) == [(r, w, s) for r in (32, 256, 1024) for w in (0, 10_000) for s in (False, True)]
+    full = [(case.rows, case.waiting, case.streamed) for case in asked if case.windows == (0,)]
+    assert sorted(full) == [(r, w, s) for r in (32, 256, 1024) for w in (0, 10_000) for s in (False, True)]
+    assert [case.rows for case in asked if len(case.windows) > 1] == [32, 256, 1024]
     assert all(case.steps >= 512 for case in asked)
 
 
-def calls_of_steady_steps(rows: int, waiting: int, streamed: bool, steps: int = 48) -> int:
+def calls_of_steady_steps(
+    rows: int, waiting: int, streamed: bool, windows: tuple[int, ...] = (0,), steps: int = 48
+) -> int:
     """Calls, of Python and of C functions, that plan, pack and commit make in so many steady steps."""
-    scheduler = Scheduler(
-        max_rows=rows, max_step_tokens=20_000, max_model_len=4096, block_size=16, num_blocks=1 + 256 * rows
-    )
+    sizes = {"max_rows": rows, "max_step_tokens": 20_000, "max_model_len": 4096, "block_size": 16}
+    scheduler = Scheduler(**sizes, num_blocks=1 + 256 * rows * len(windows), windows=windows)
     samples = [Sample(cpu_step.make_request(index)) for index in range(rows + waiting)]
     for sample in samples:
         scheduler.submit(sample)
     for sample in samples[:rows] if streamed else ():
         scheduler.stream(sample)
-    words = np.empty(
-        input_capacity(max_rows=rows, max_step_tokens=20_000, max_model_len=4096, block_size=16, num_groups=1), np.int32
-    )
+    words = np.empty(input_capacity(**sizes, num_groups=len(windows)), np.int32)
 
     def step() -> None:
         plan = scheduler.plan()
@@ -77,7 +77,7 @@ def calls_of_steady_steps(rows: int, waiting: int, streamed: bool, steps: int = 
         outputs = plan.num_lanes + len(plan.sampling_chunks())
         scheduler.commit(plan, StepOutput(np.zeros(outputs, np.int32), np.full(outputs, Flag.TOKEN, np.int32)))
 
-    for _ in range(3):
+    for _ in range(3 + 2 * max(windows)):
         step()
 
     def some_steps() -> None:
@@ -95,3 +95,10 @@ def test_a_steady_step_makes_as_many_calls_for_many_rows_as_for_few(streamed: bo
     few = calls_of_steady_steps(32, 0, streamed)
     assert calls_of_steady_steps(1024, 0, streamed) == few
     assert calls_of_steady_steps(32, 2000, streamed) == few
+
+
+def test_neither_rows_nor_cache_groups_add_calls_to_steps_with_windows() -> None:
+    """Each block that comes lets one slide out, in every group that has a window; what is published has before."""
+    few = calls_of_steady_steps(32, 0, streamed=False, windows=(0, 32))
+    assert calls_of_steady_steps(256, 0, streamed=False, windows=(0, 32)) == few
+    assert calls_of_steady_steps(32, 0, streamed=False, windows=(0, 32, 32, 32, 32, 32)) == few

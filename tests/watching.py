@@ -27,11 +27,18 @@ def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None
 
 
 def quiet(engine: Engine) -> None:
-    """Wait until nothing runs, and check that every block came back."""
-    usable = engine.limits.usable_blocks
-    wait_until(lambda: (engine.stats().waiting, engine.stats().running, engine.stats().free_blocks) == (0, 0, usable))
-    scheduler = engine._parts.scheduler
-    assert len(scheduler.rows.free) == len(scheduler.rows.held), "a row is lost"
+    """Wait until nothing runs, and every block and row came back.
+
+    All of it is waited for: the loop is on its way, and gives back a row just after its blocks.
+    """
+    scheduler, usable = engine._parts.scheduler, engine.limits.usable_blocks
+
+    def came_back() -> bool:
+        stats = scheduler.stats()
+        rows = scheduler.rows
+        return (stats.waiting, stats.running, stats.free_blocks, len(rows.free)) == (0, 0, usable, len(rows.held))
+
+    wait_until(came_back)
     assert not scheduler.batch.row_of
     assert not engine._life.delivery._handles
 

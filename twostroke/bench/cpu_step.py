@@ -13,7 +13,8 @@ block. They publish blocks when they leave, which no measured step sees, and the
 
 The first three are the step's own work: `cpu_us` is their CPU time in the loop's thread, `wall_us` their wall time
 together. The others stand beside them, in wall time (`extra`). Every case runs twice: with outputs that are awaited
-as a whole, and with all of them streamed.
+as a whole, and with all of them streamed. A model with windows in five of its six cache groups is measured, too: a row
+that gets its blocks gives back those that have slid out.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ BLOCK_SIZE = 16
 MAX_STEP_TOKENS = 2048
 OWN = ("plan", "fill", "commit")
 BESIDE = ("queueing", "hand_off", "reading")
+FULL = (0,)
+WINDOWS = (0, *[48] * 5)
+"""Of the cache groups; rows are longer than the window before they are measured."""
 LIMITS = Limits(vocab_size=128, max_model_len=4096, block_size=BLOCK_SIZE, usable_blocks=1 << 20)
 
 
@@ -67,26 +71,30 @@ class Case:
         rows: samples that decode. waiting: samples in the queue behind them.
         streamed: the rows' tokens are handed over as they come.
         steps: consecutive steps to measure.
+        windows: of the model's cache groups.
     """
 
     rows: int
     waiting: int
     streamed: bool
     steps: int = STEPS
+    windows: tuple[int, ...] = FULL
 
 
 def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     """Measure every case under each loop asked for."""
     torch.set_num_threads(1)
     cases = [Case(rows, waiting, streamed) for rows in ROWS for waiting in WAITING for streamed in (False, True)]
+    cases += [Case(rows, 0, streamed=False, windows=WINDOWS) for rows in ROWS]
     runs = []
     for case in cases:
-        say(f"{case.rows} rows, {case.waiting} waiting{', streamed' if case.streamed else ''}")
+        say(f"{case.rows} rows, {case.waiting} waiting{', streamed' if case.streamed else ''}, windows {case.windows}")
         runs += [run_case(case, loop, options.slots) for loop in options.loops for _ in range(options.repetitions)]
     workload = {
         "steps": STEPS,
         "block_size": BLOCK_SIZE,
         "slots": options.slots,
+        "windows": WINDOWS,
         "prefix_cache": True,
         "device": "stubbed",
     }
@@ -112,6 +120,7 @@ def run_case(case: Case, loop: str, slots: int) -> Run:
         tokens=case.rows * case.steps,
         ms_per_step=1e3 * watch.seconds / case.steps,
         cpu_us=watch.cpu_us(OWN),
+        case="full" if case.windows == FULL else "windows",
         rows=case.rows,
         waiting=case.waiting,
         extra=extra,
@@ -126,7 +135,8 @@ def _run_loop(case: Case, loop: Any, slots: int, watch: Watch, delivery: Deliver
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=LIMITS.max_model_len,
         block_size=BLOCK_SIZE,
-        num_blocks=1 + case.rows * (LIMITS.max_model_len // BLOCK_SIZE),
+        num_blocks=1 + len(case.windows) * case.rows * (LIMITS.max_model_len // BLOCK_SIZE),
+        windows=case.windows,
     )
     inbox = Inbox()
     watch.on_end = lambda: inbox.close(EngineClosed("measured"), last=lambda scheduler: scheduler.abandon())
@@ -335,7 +345,7 @@ def _make_slot(case: Case, watch: Watch, device: CpuDevice) -> Slot:
         max_step_tokens=MAX_STEP_TOKENS,
         max_model_len=LIMITS.max_model_len,
         block_size=BLOCK_SIZE,
-        num_groups=1,
+        num_groups=len(case.windows),
     )
     return TimedSlot(watch, device, words, case.rows)
 

@@ -120,18 +120,21 @@ class Batch:
         Steps that are queued still read them, but on the compute stream, before whoever gets them next.
         """
         table = self.rows
-        for group, owners, index in table.slide(rows, positions):
-            blocks = table.blocks_at(group, owners, index)
-            # A block that several rows slide off stands here several times, and each of them gives it back.
-            apart = (index < table.published[owners]) | (self.pool.sharers[blocks] > 0)
-            if not np.count_nonzero(apart):
-                self.pool.give_blank(blocks)
-                continue
-            self.pool.give_blank(blocks[~apart])
-            for place in np.flatnonzero(apart).tolist():
-                row, at = owners[place], index[place]
-                chain = table.samples[row].chain[at : at + 1] if at < table.published[row] else []
-                self.pool.give(blocks[place : place + 1], keys_of(chain, group))
+        tables, index = table.slide(rows, positions)
+        if not len(tables):
+            return
+        blocks = table.blocks_at(tables, index)
+        groups, owners = np.divmod(tables, len(table.held))
+        # A block that several rows slide off stands here several times, and each of them gives it back.
+        apart = (index < table.published[owners]) | (self.pool.sharers[blocks] > 0)
+        if not np.count_nonzero(apart):
+            self.pool.give_blank(blocks)
+            return
+        self.pool.give_blank(blocks[~apart])
+        for place in np.flatnonzero(apart).tolist():
+            row, at = owners[place], index[place]
+            chain = table.samples[row].chain[at : at + 1] if at < table.published[row] else []
+            self.pool.give(blocks[place : place + 1], keys_of(chain, int(groups[place])))
 
     def slide_prompts(self, rows: np.ndarray) -> None:
         """Give back what `rows`, intp [K], needed to prefill, and do not look into any more.

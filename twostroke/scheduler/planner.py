@@ -154,7 +154,7 @@ class Planner:
         if self.batch.ready:
             ready = as_index(self.batch.ready)
             due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
-        if rows.sliding:
+        if len(rows.sliding):
             # NOTE: what a prompt slides off before it is published, nobody can find any more.
             published = due[rows.confirmed[due] >= rows.target[due]]
             self.batch.slide(published, rows.launched[published])
@@ -344,7 +344,7 @@ class Planner:
             draft.add_row(row, sample, target, start)
         room = max(start, sample.scored) - start + self._room(sample, draft)
         end = min(start + min(self._budget(draft), self.max_chunk_tokens, room), target)
-        if rows.sliding:
+        if len(rows.sliding):
             self._slide(row)
         missing = rows.num_groups * (rows.blocks_of(end) - int(rows.held[row]))
         if missing:

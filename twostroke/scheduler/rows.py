@@ -45,8 +45,11 @@ class RowTable:
     def __init__(self, num_rows: int, max_model_len: int, groups: CacheGroups, num_ledgers: int) -> None:
         self.block_size = groups.block_size
         self.num_groups = len(groups.windows)
-        self.sliding = [(group, reach) for group, reach in enumerate(groups.reaches()) if reach is not None]
-        """Groups with a window, and how many blocks before its own a position may look into."""
+        reaches = groups.reaches()
+        self.sliding = np.array([group for group, reach in enumerate(reaches) if reach is not None], np.int64)
+        """Groups with a window."""
+        self._reach = np.array([reaches[group] for group in self.sliding], np.int64)
+        """Of each of them, how many blocks before its own a position may look into."""
         self._spans = groups.spans()
         self.running = 0
         self.features = FeatureCounts()
@@ -55,9 +58,12 @@ class RowTable:
         self.tokens = np.empty((num_rows, max_model_len), np.int32)
         self._flat_tokens = self.tokens.reshape(-1)
         self.blocks = np.empty((self.num_groups, num_rows, -(-max_model_len // self.block_size)), np.int32)
-        self._flat_blocks = self.blocks.reshape(self.num_groups, -1)
+        self._flat_blocks = self.blocks.reshape(-1)
+        self._tables = np.arange(self.num_groups)[:, None] * num_rows
+        """Of each group, int64 [G, 1], the number of its first row's table; see `slide`."""
         self.first = np.zeros((self.num_groups, num_rows), np.int64)
         """Index of the first block of each group that the row has; those before it have slid out of the window."""
+        self._flat_first = self.first.reshape(-1)
         self.held = np.zeros(num_rows, np.int64)
         """Index behind the last block that the row has, in all groups."""
         self.reserved = np.zeros(num_rows, np.int64)
@@ -160,13 +166,10 @@ class RowTable:
             The block deltas, int32 [G * K, 4]: group, row, index, block.
         """
         index = self.held[rows]
-        places = rows * self.blocks.shape[2] + index
-        blocks = blocks.reshape(self.num_groups, -1)
-        for table, own in zip(self._flat_blocks, blocks, strict=True):
-            table[places] = own
+        self._flat_blocks[((self._tables + rows) * self.blocks.shape[2] + index).reshape(-1)] = blocks
         self.held[rows] = index + 1
         self.event_at[rows] = np.minimum((index + 1) * self.block_size, self.limit[rows])
-        return _block_deltas(np.arange(self.num_groups)[:, None], rows, index, blocks)
+        return _block_deltas(np.arange(self.num_groups)[:, None], rows, index, blocks.reshape(self.num_groups, -1))
 
     def extend_blocks(self, row: int, blocks: np.ndarray) -> np.ndarray:
         """Append to `row` as many blocks of each group, int32 [G * n], those of the first group first.
@@ -198,33 +201,28 @@ class RowTable:
 
     def firsts(self, count: int) -> list[int]:
         """Of each group, the first of `count` blocks that the position behind them may look into."""
-        firsts = [0] * self.num_groups
-        for group, reach in self.sliding:
-            firsts[group] = max(0, count - reach)
-        return firsts
+        firsts = np.zeros(self.num_groups, np.int64)
+        firsts[self.sliding] = np.maximum(count - self._reach, 0)
+        return firsts.tolist()
 
-    def slide(self, rows: np.ndarray, positions: np.ndarray | np.int64) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """Take from `rows`, intp [K], the blocks that `positions` and those behind them do not look into.
+    def slide(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Take from `rows`, intp [K], the blocks that `positions`, int64 [K], and those behind them do not look into.
 
         Returns:
-            For each group, where there are such: group, rows intp [N], index of the block int64 [N].
+            Of each of these blocks the table in which it stands, group * rows + row, and its index there: int64 [N].
         """
-        slid = []
-        for group, reach in self.sliding:
-            first = self.first[group, rows]
-            count = np.maximum(positions // self.block_size - reach - first, 0)
-            if np.count_nonzero(count):
-                self.first[group, rows] = first + count
-                if count.max() == 1:  # always so at a block's edge; who has just prefilled may lose several
-                    slid.append((group, rows[count == 1], first[count == 1]))
-                    continue
-                index = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
-                slid.append((group, np.repeat(rows, count), index))
-        return slid
+        tables = (self._tables[self.sliding] + rows).reshape(-1)
+        first = self._flat_first[tables]
+        count = np.maximum((positions // self.block_size - self._reach[:, None]).reshape(-1) - first, 0)
+        ends = count.cumsum()
+        if not ends[-1:].any():
+            return tables[:0], first[:0]
+        self._flat_first[tables] = first + count
+        return tables.repeat(count), (first - ends + count).repeat(count) + np.arange(ends[-1])
 
-    def blocks_at(self, group: int, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """The blocks of `group` at so many places of the tables of `rows`, int32 [N]."""
-        return self._flat_blocks[group][rows * self.blocks.shape[2] + index]
+    def blocks_at(self, tables: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """The blocks at so many places; the arguments as `slide` returns them. int32 [N]."""
+        return self._flat_blocks[tables * self.blocks.shape[2] + index]
 
     def missing(self, row: int, end: int) -> int:
         """The most blocks more that a prefilling row will have at once, on its way to `end` blocks.
