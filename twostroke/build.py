@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 
@@ -15,6 +14,7 @@ from .attention.backends import make_attention
 from .attention.groups import block_bytes, windows_of
 from .attention.interface import Attention
 from .build_host_tier import make_host_tier
+from .build_memory import BuildMemory
 from .build_report import BuildReport
 from .cache.host_tier import HostTier
 from .cache_groups import CacheGroups
@@ -22,10 +22,10 @@ from .config import EngineConfig
 from .constraints.constraints import Constraints
 from .device.batch_state import BatchState
 from .device.choice import make_device
-from .device.dummies import dummy_plan, empty_ledger
+from .device.dummies import empty_ledger
 from .device.layout import input_capacity
 from .device.ledgers import Ledgers, ledger_bytes
-from .device.memory import available_bytes, free_bytes, used_bytes
+from .device.memory import used_bytes
 from .device.shapes import ExactShapes, PaddedShapes
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device
@@ -36,8 +36,8 @@ from .limits import Limits
 from .model.forward import Forward
 from .model.interface import Model
 from .model.load import LoadedModel, load_model
-from .plan import NO_FEATURES, Feature, max_ledger_words
-from .runner import MAX_PROMPT_GRAPHS, MAX_SAMPLING_GRAPHS, BatchOps, Runner
+from .plan import Feature, max_ledger_words
+from .runner import BatchOps, Runner
 from .sampling.sampler import sample
 from .sampling.stage import Stage
 from .sampling.state import SamplingState
@@ -45,12 +45,6 @@ from .scheduler.policy import make_policy
 from .scheduler.scheduler import Scheduler
 from .scheduler.step_costs import StepCosts
 from .text.tokenizer import Tokenizer, find_tokenizer
-
-_GRAPH_BYTES = 4 << 20
-"""Device memory that a captured graph takes beside the pool, at most: its nodes with their parameters."""
-
-LEDGER_SHARE = 1 / 16
-"""Share of the memory that the cache may take which ledgers may take of it."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +143,13 @@ class _Builder:
         model = loaded.model
         loaded_at, weights_bytes = time.perf_counter(), used_bytes(device.torch_device)
         longest = self._longest(model)
+        memory = BuildMemory(config, device.torch_device, max_lanes=self.max_lanes, longest=longest)
         state = self._make_state(model, longest)
         forward = Forward(model, self._make_attention(model, 1))
         padded = PaddedShapes(self.max_lanes, config.max_rows, config.max_step_tokens)
         shapes = padded if self.on_cuda else ExactShapes()
         sampling = SamplingState(**{name: getattr(state, name) for name in SamplingState._fields})
-        max_ledgers = self._max_ledgers(model, longest)
+        max_ledgers = memory.ledgers(ledger_bytes(model.vocab_size, longest))
         ledgers = self._make_ledger_ops(Ledgers(max_ledgers, model.vocab_size, longest, device.torch_device), state)
         sampler = partial(_sample, self.draw, sampling)
         runner = Runner(device, state, self._make_ops(), forward, ledgers, _stages(ledgers), sampler, shapes)
@@ -168,9 +163,9 @@ class _Builder:
         reserve = max_ledgers * ledger_bytes(model.vocab_size, longest)
         if self.on_cuda:
             ledgers.open(empty_ledger(device.torch_device), min(max_ledgers, 1))
-            reserve = self._profile(runner, slots[0], longest)
-        num_blocks = config.num_blocks or self._affordable_blocks(model, longest, reserve)
-        self._check_cache_fits(num_blocks * self._block_bytes(model))
+            reserve = memory.profile(runner, slots[0])
+        groups, bytes_of_block = self._groups(model), block_bytes(model.layers, config.block_size, model.dtype)
+        num_blocks = memory.blocks(groups, bytes_of_block, reserve)
         forward.attention = self._make_attention(model, num_blocks)
         device.synchronize()
         tier = None
@@ -184,7 +179,6 @@ class _Builder:
         if tokenizer is None and self.make_tokenizer is not None:
             tokenizer = self.make_tokenizer(model.vocab_size)
         # NOTE: the last token of a sample needs no position in the cache.
-        groups = self._groups(model)
         max_model_len = config.max_model_len or min(longest, groups.positions(usable) + 1)
         eos_ids = tuple(i for i in loaded.eos_ids if 0 <= i < model.vocab_size)
         limits = Limits(
@@ -213,7 +207,7 @@ class _Builder:
             capture=capture,
             report=BuildReport(
                 num_blocks=num_blocks,
-                cache_bytes=num_blocks * self._block_bytes(model),
+                cache_bytes=num_blocks * bytes_of_block,
                 slot_host_bytes=slots[0].host_bytes,
                 slot_device_bytes=slots[0].device_bytes,
                 graphs=graphs,
@@ -259,14 +253,6 @@ class _Builder:
         from .kernels.batch_triton import TritonBatchOps
 
         return TritonBatchOps()
-
-    def _max_ledgers(self, model: Model, longest: int) -> int:
-        """Return how many ledgers there are: one a row, if a small share of the memory has room for them."""
-        wanted = self.config.max_ledgers
-        if wanted is not None:
-            return min(wanted, self.max_lanes)
-        affordable = LEDGER_SHARE * available_bytes(self.device.torch_device) // ledger_bytes(model.vocab_size, longest)
-        return max(1, min(int(affordable), self.max_lanes))
 
     def _max_ledger_words(self, model: Model, longest: int) -> int:
         return max_ledger_words(self.config.max_step_tokens, longest, model.vocab_size)
@@ -321,49 +307,6 @@ class _Builder:
             num_ledgers=limits.max_ledgers,
             max_ledger_words=self._max_ledger_words(model, limits.max_model_len),
         )
-
-    def _block_bytes(self, model: Model) -> int:
-        return block_bytes(model.layers, self.config.block_size, model.dtype)
-
-    def _affordable_blocks(self, model: Model, longest: int, reserve: int) -> int:
-        """Return the blocks that memory has room for, at most what all rows at full length can use."""
-        budget = self.config.cache_bytes
-        if budget is None:
-            budget = available_bytes(self.device.torch_device) - reserve
-        blocks = budget // self._block_bytes(model)
-        if blocks < 2:
-            raise InvalidConfig(
-                f"cache_bytes={budget} holds {max(blocks, 0)} blocks of {self._block_bytes(model)} bytes; at least 2 "
-                "(the dummy block and one more) are needed"
-            )
-        return int(min(blocks, 1 + self.config.max_rows * self._groups(model).blocks(longest)))
-
-    def _check_cache_fits(self, size: int) -> None:
-        config, room = self.config, free_bytes(self.device.torch_device)
-        if size > room:
-            asked = (
-                f"cache_bytes={config.cache_bytes}" if config.num_blocks is None else f"num_blocks={config.num_blocks}"
-            )
-            raise InvalidConfig(f"{asked}: the cache would take {size} bytes, {room} are free")
-
-    def _profile(self, runner: Runner, slot: Slot, longest: int) -> int:
-        """Run the largest steps eagerly on the dummy row, which also compiles what graphs do not hold.
-
-        Returns:
-            The bytes to keep free for steps and graphs.
-        """
-        torch.cuda.reset_peak_memory_stats(self.device.torch_device)
-        before = torch.cuda.memory_allocated(self.device.torch_device)
-        config = self.config
-        most = min(config.max_step_tokens, config.max_rows * longest)
-        for lanes, features in product((0, self.max_lanes), (NO_FEATURES, ~Feature.HELD)):
-            plan = dummy_plan(config.max_rows, lanes, most - lanes, longest, features)
-            runner.launch(plan, slot)
-            runner.wait(plan, slot)
-        runner.forget_activity()
-        peak = torch.cuda.max_memory_allocated(self.device.torch_device) - before
-        # NOTE: an eager prompt step and the graphs' pool exist side by side, hence twice.
-        return 2 * peak + ((MAX_PROMPT_GRAPHS + MAX_SAMPLING_GRAPHS) * _GRAPH_BYTES if config.graphs else 0)
 
     def _capture(self, runner: Runner, slots: list[Slot], logits: torch.Tensor, *, sizes: Sequence[int]) -> int:
         if not self.on_cuda or not sizes:
