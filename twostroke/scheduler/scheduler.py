@@ -116,9 +116,8 @@ class Scheduler:
         )
         self._costs = costs
         self._policy = policy
-        self.gate = Gate()
+        self.gate = Gate(self.waiting)
         self.weight_version = 0
-        self._aside: Queue | None = None  # while draining, those that have not begun
         self._arrivals = 0
         self._stalled = False
         self._audit = Audit(self) if debug else None
@@ -145,7 +144,7 @@ class Scheduler:
         sample.order, sample.rank = self._arrivals, self._policy.rank(sample)
         self._arrivals += 1
         if not self.forks.submit(sample):
-            (self.waiting if self._aside is None else self._aside).push(sample)
+            self.gate.push(sample)
 
     def cancel(self, sample: Sample) -> Committed:
         """End `sample` with the tokens confirmed so far; does nothing if it has ended already."""
@@ -168,7 +167,7 @@ class Scheduler:
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
         """End every sample that has not ended, oldest first."""
-        every = {*self.batch.row_of, *self.waiting, *(self._aside or ()), *self.forks.pending_samples()}
+        every = {*self.batch.row_of, *self.waiting, *self.gate.outside, *self.forks.pending_samples()}
         samples = sorted(every, key=lambda sample: sample.order)
         for sample in samples:
             self._end(sample, reason, error)
@@ -202,16 +201,10 @@ class Scheduler:
         hold is released before that.
         """
         self.gate.hold(name, drain=drain, on_quiet=on_quiet)
-        if self._aside is None:
-            self._aside = self.waiting.part(_has_begun)
 
     def release(self, name: str) -> None:
         """Take back a hold; does nothing if there is none."""
         self.gate.release(name)
-        if self.gate.is_open and self._aside is not None:
-            for sample in self._aside:
-                self.waiting.push(sample)
-            self._aside = None
 
     def change_weights(self, *, recompute: bool) -> int:
         """Steps planned from now on run with new weights; return their version.
@@ -273,7 +266,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         pool, steps = self.pool, self.batch.launched_step + 1
-        waiting = len(self.waiting) + len(self._aside or ()) + self.forks.pending
+        waiting = len(self.waiting) + len(self.gate) + self.forks.pending
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
         tier = pool.tier
         host = (tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens) if tier else (0, 0, 0, 0)
@@ -417,12 +410,7 @@ class Scheduler:
         sample.mark_version(self.weight_version, len(sample.tokens))
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         if waited:
-            (self.waiting if self._aside is None or _has_begun(sample) else self._aside).count_out()
+            self.gate.count_out(sample)
         if sample.timings.admitted is None:
             self.batch.count_begun(sample)
         sample.timings.finished = time.perf_counter()
-
-
-def _has_begun(sample: Sample) -> bool:
-    """Whether a sample that waits, or its request, has run already."""
-    return sample.index > 0 or sample.timings.admitted is not None
