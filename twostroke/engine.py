@@ -240,7 +240,7 @@ class Engine(Front):
     @property
     def weight_version(self) -> int:
         """Of the weights with which the next step runs: 0, and one more with each `update_weights`."""
-        return self._parts.scheduler.weight_version
+        return self._parts.scheduler.weights.current
 
     def pause(self, mode: str = "keep") -> None:
         """Stop, and return once the device rests; requests may still be submitted, and wait.

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection
-from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.block_pool import BlockRun
 from ..cache_groups import CacheGroups
 from ..logprob_record import MAX_SCORES
-from ..plan import DUMMY_BLOCK, NO_COPIES, NO_LEDGER, Feature, Plan, max_shared_blocks
+from ..plan import NO_COPIES, NO_LEDGER, Feature, Plan, max_shared_blocks
 from ..request import Sample, SampleState
+from .admission import Admission
 from .batch import Batch
 from .draft import Draft
 from .forks import Forks
 from .ledgers import ledger_words
-from .prefixes import Start
 from .queue import Queue
 from .step_costs import StepCosts
 
@@ -29,14 +26,6 @@ LAST = (math.inf, 0)
 def as_index(rows: Collection[int]) -> np.ndarray:
     """Row numbers as an array, intp [K]."""
     return np.fromiter(rows, np.intp, len(rows))
-
-
-class Fit(NamedTuple):
-    """What a waiting sample would take: its start, at most how many blocks of its own, and free ones needed."""
-
-    start: Start
-    own: int
-    needed: int
 
 
 class Planner:
@@ -80,12 +69,15 @@ class Planner:
         self.takes_rows = takes_rows
         self.costs = costs
         self.max_step_tokens = max_step_tokens
-        self._spans = groups.spans()
         self.max_chunk_tokens = groups.max_chunk_tokens
-        self.max_shared_blocks = len(groups.windows) * max_shared_blocks(
-            max_step_tokens, max_model_len, groups.block_size
+        shared = max_shared_blocks(max_step_tokens, max_model_len, groups.block_size)
+        self._admission = Admission(
+            batch,
+            forks,
+            groups,
+            max_shared_blocks=len(groups.windows) * shared,
+            max_ledger_words=max_ledger_words,
         )
-        self.max_ledger_words = max_ledger_words
         self.preemptions = 0
 
     def plan(self) -> Plan | None:
@@ -126,7 +118,7 @@ class Planner:
         seats = (
             self.forks.rows_for(sample) + len(batch.draining) + len(batch.releases) + int(np.count_nonzero(rows.ending))
         )
-        missing = self._fit(sample).needed - self.pool.available - self._coming_blocks()
+        missing = self._admission.fit(sample).needed - self.pool.available - self._coming_blocks()
         ledgers = rows.coming_ledgers() if ledger_words(sample) else 1
         victims = []
         for row in reversed(self._going_on()):
@@ -248,91 +240,15 @@ class Planner:
 
     def _place(self, sample: Sample, draft: Draft) -> bool:
         """Give `sample` a row, and the promise of blocks for all its tokens; False if it does not fit."""
-        if self.pool.available < 1 or self.forks.rows_for(sample) < 1:
-            return False
-        if not self._has_ledger(sample, draft) or not self._room(sample, draft):
-            return False
-        start, own, needed = self._fit(sample)
-        if self.pool.available < needed or draft.shared_blocks + start.num_blocks > self.max_shared_blocks:
+        if not self._room(sample, draft) or (fit := self._admission.fitting(sample, draft)) is None:
             return False
         self.waiting.pop()
-        row = self._join(sample, start, own, draft)
-        self.pool.reserve(own)
+        row = self._admission.join(sample, fit, draft)
         if self._has_arrived(row):
             self._launch_chunk(row, draft)
-        for group, source in enumerate(start.copied):
-            draft.add_copy(source, int(self.rows.blocks[group, row, start.positions // self.rows.block_size]))
+        for group, source in enumerate(fit.start.copied):
+            draft.add_copy(source, int(self.rows.blocks[group, row, fit.start.positions // self.rows.block_size]))
         return True
-
-    def _bring_back(self, runs: list[BlockRun]) -> None:
-        """Load what a row found on the host into blocks of its own."""
-        if self.tier is None:
-            return
-        places = [(run, place) for run in runs for place in np.flatnonzero(run.blocks == DUMMY_BLOCK).tolist()]
-        if not places:
-            return
-        keys = [run.keys[place] for run, place in places]
-        self.tier.fix(keys)
-        blocks = self.pool.take(len(keys))
-        for (run, place), block in zip(places, blocks, strict=True):
-            run.blocks[place] = block
-        self.tier.load(keys, blocks)
-        self.pool.cache.publish(keys, blocks.tolist())
-
-    def _fit(self, sample: Sample) -> Fit:
-        """What a waiting sample would take.
-
-        NOTE: without headroom, a block for each running row, a preempted sample would be admitted and preempted again
-        at the next block's edge.
-        """
-        headroom = self.rows.num_groups * self.rows.running if sample.preemptions else 0
-        if (start := self.forks.start(sample)) is not None:
-            own = self._own(sample, start)
-            return Fit(start, own, own + headroom)
-        start = self.batch.prefixes.find(sample)
-        own, taken = self._own(sample, start), start.num_returning
-        taken += sum(self.pool.cache.count_idle(run.keys) for run in start.runs)
-        if own + taken > self.pool.total:  # what it shares and its chunks fit one by one, but not together
-            start, taken = self.batch.prefixes.nothing(), 0
-            own = self._own(sample, start)
-        return Fit(start, own, own + taken + headroom)
-
-    def _own(self, sample: Sample, start: Start) -> int:
-        """The most blocks that the row of `sample` has at once beside those that it shares, until it decodes."""
-        blocks = self.rows.blocks_of(len(sample.tokens)) - start.positions // self.rows.block_size
-        return sum(min(blocks, span) for span in self._spans)
-
-    def _has_ledger(self, sample: Sample, draft: Draft) -> bool:
-        """Whether there is a ledger for `sample`, and room in the plan to open it; also if it needs none."""
-        words = ledger_words(sample)
-        return not words or (bool(self.rows.free_ledgers) and draft.ledger_words + words <= self.max_ledger_words)
-
-    def _join(self, sample: Sample, start: Start, own: int, draft: Draft) -> int:
-        """Give `sample` a row that begins at `start`, and is promised `own` blocks more."""
-        row = self.batch.join(sample, own)
-        self.batch.prefixes.begin(row, sample, start)
-        draft.add_join(row, sample, start.positions, int(self.rows.ledger[row]))
-        self._share(row, start, draft)
-        if sample.timings.admitted is None:
-            sample.timings.admitted = time.perf_counter()
-            self.batch.count_begun(sample)
-        self.forks.admitted(sample)
-        return row
-
-    def _share(self, row: int, start: Start, draft: Draft) -> None:
-        """Let `row` have the blocks that it begins with, and note when all of them are there."""
-        count = start.positions // self.rows.block_size
-        if not count:
-            return
-        for run in start.runs:
-            if start.source is None:
-                self.pool.share(run)
-            else:
-                self.pool.share_used(run.blocks)
-        self._bring_back(start.runs)
-        draft.add_shared_blocks(self.rows.share_blocks(row, count, start.runs))
-        if self.tier is not None:
-            self.rows.arrival[row] = self.tier.arrival(self.rows.own_blocks(row))
 
     def _launch_chunk(self, row: int, draft: Draft) -> None:
         """Launch as many of the row's known tokens as the step and the chunk limit have room for."""

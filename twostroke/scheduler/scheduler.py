@@ -31,6 +31,7 @@ from .queue import Queue
 from .rows import NO_TOKENS, RowTable
 from .stats import SchedulerStats
 from .step_costs import StepCosts
+from .weight_versions import WeightVersions
 
 _TOKEN, _STOP, _ERROR = int(Flag.TOKEN), int(Flag.STOP), int(Flag.ERROR)
 
@@ -117,7 +118,7 @@ class Scheduler:
         self._costs = costs
         self._policy = policy
         self.gate = Gate(self.waiting)
-        self.weight_version = 0
+        self.weights = WeightVersions(self.batch, self.waiting)
         self._arrivals = 0
         self._stalled = False
         self._audit = Audit(self) if debug else None
@@ -212,27 +213,16 @@ class Scheduler:
         What was computed before is found by nobody any more. Samples that run keep what they have, or, with
         `recompute`, have it computed anew; tokens that are in flight stay theirs in any case.
         """
-        self._mark_versions()
-        self.weight_version += 1
+        self.weights.advance()
         self.reset_prefix_cache()
         if recompute:
             self._planner.preempt_all()
-        return self.weight_version
+        return self.weights.current
 
     def empty_cache(self) -> None:
         """Let go of all that the cache holds; samples that run have it computed anew."""
         self.reset_prefix_cache()
         self._planner.preempt_all()
-
-    def _mark_versions(self) -> None:
-        """Note of every sample that has begun how many of its tokens, those in flight among them, end a version."""
-        rows = self.rows
-        for sample, row in self.batch.row_of.items():
-            launched, target = int(rows.launched[row]), int(rows.target[row])
-            sample.mark_version(self.weight_version, target if launched < target else launched + 1)
-        for sample in self.waiting:
-            if sample not in self.batch.row_of:
-                sample.mark_version(self.weight_version, len(sample.tokens))
 
     @property
     def has_work(self) -> bool:
@@ -407,7 +397,7 @@ class Scheduler:
             heir.score_prompt()
             self.waiting.push(heir)
         sample.chain.clear()
-        sample.mark_version(self.weight_version, len(sample.tokens))
+        self.weights.mark_end(sample)
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         if waited:
             self.gate.count_out(sample)
