@@ -12,8 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "twostroke"
 
-WORDS = {"request", "terms", "limits", "plan", "sampling_params", "structured", "held_input", "logprob_record"} | {
-    "cache_groups"
+WORDS = {
+    *("request", "terms", "limits", "cache_groups", "plan", "sampling_params", "structured"),
+    *("held_input", "logprob_record"),
 }
 BELOW_ENGINE = WORDS | {
     *(
