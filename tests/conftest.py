@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import os
+import signal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,10 @@ if not torch.cuda.is_available():
 from families import save_family
 
 from twostroke.model.default_model import default_model_dir
+
+# A shell has its background jobs ignore Ctrl-C, and so would they have the processes that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A failure of `make test` is the change's own: the same examples every time. `make test-all` looks for new ones.
 settings.register_profile("fixed", derandomize=True)

@@ -112,18 +112,17 @@ def test_commands_left_just_before_the_close_are_taken():
     """The loop reads the inbox, then commands and the close come: they must not be lost between two looks."""
     with running("sync") as engine:
         inbox, take = engine._life.inbox, engine._life.inbox.take
-        handles = []
+        looked, handles = threading.Event(), []
 
         def close_behind_the_look(*, block):
             commands = take(block=block)
-            if commands and not handles:
+            if commands and looked.is_set() and not handles:
                 handles.append(engine.submit(PROMPT, greedy(100)))
                 engine._life._end(EngineClosed("the engine is closed"))
             return commands
 
         inbox.take = close_behind_the_look
-        looked = threading.Event()
-        inbox.put(lambda scheduler: looked.set())  # the loop still waits in the method proper
+        inbox.put(lambda scheduler: looked.set())  # the loop may still wait in the method proper
         assert looked.wait(PATIENCE)
         inbox.put(lambda scheduler: None)
         engine._life._thread.join(PATIENCE)
