@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import openai
+import psutil
 import pytest
-from serving import MODEL, hosted, parse_events, read_events
+from serving import MODEL, hosted, parse_events, read_events, served
 
 from twostroke import Engine, SamplingParams
+from twostroke.bench.http_streams import stream_all
 from twostroke.server.app import create_app
 from twostroke.server.service import Service
 from twostroke.server.settings import ServerSettings
@@ -72,6 +74,23 @@ def test_256_streams_at_once(server, local):
     assert not engine._delivery._handles
     assert not engine._remote._samples
     assert not engine._remote._numbers
+
+
+@pytest.mark.exhaustive
+def test_memory_is_flat_over_20000_requests():
+    """G06: once every size of a step has been met, neither process grows."""
+    one_arena = {"MALLOC_ARENA_MAX": "1"}  # what several keep for later is much, and no growth
+    with served("tiny", "--num-blocks", "4000", "--max-rows", "256", "--no-log-requests", **one_arena) as server:
+        processes = [psutil.Process(pid) for pid in (server.process.pid, server.engine_pid)]
+
+        def megabytes_after(requests: int) -> list[float]:
+            for start in range(0, requests, 250):
+                bodies = [body([3 + place % 500, place // 500], 8) for place in range(start, start + 250)]
+                assert all(len(answer.tokens) == 8 for answer in stream_all(server.url, PATH, bodies))
+            return [process.memory_info().rss / 2**20 for process in processes]
+
+        before, after = megabytes_after(10_000), megabytes_after(10_000)
+        assert all(there < here + 40 for here, there in zip(before, after, strict=True)), (before, after)
 
 
 def hang_up(connection: socket.socket) -> None:
