@@ -228,6 +228,7 @@ def test_a_benchmark_of_one_engine_refuses_to_compare() -> None:
         ("cpu-step", ["--max-step-tokens", "512"], "max_step_tokens=512"),
         *((name, ["--kernels"], "kernels=True") for name in ("admission", "cpu-step", "cpu-demo", "mixed", "offload")),
         ("prefix", ["--kernels"], "kernels=True"),
+        ("small", ["--api-processes", "2"], "api_processes=2"),
         ("sampling", ["--kernels"], "kernels=True"),
         ("mixed", ["--deterministic"], "deterministic=True"),
         ("offload", ["--impl", "both"], "impl='both'"),
@@ -253,6 +254,7 @@ def test_options_that_a_benchmark_takes_reach_it(monkeypatch: pytest.MonkeyPatch
         "deterministic": True,
         "max_step_tokens": 512,
         "kernels": True,
+        "api_processes": 2,
     }
     given = BenchOptions(repetitions=1, **{option: values[option] for option in benchmark.takes})
     benchmark.run(given, print)

@@ -23,12 +23,12 @@ def test_what_is_served_is_what_is_made_offline(tmp_path):
     prompts = [[3 + place, 5, 9] for place in range(24)]
     workload = Workload("tiny", prompts, [20 + place for place in range(24)], 0.6, max_rows=8, max_model_len=64)
     save_made_up_checkpoint("tiny", tmp_path, "cpu", torch.float32)
-    offline, served = serving.run_load(
-        workload, tmp_path, "cpu", "async", BenchOptions(repetitions=1, max_step_tokens=64), lambda line: None
-    )
-    assert [offline.case, served.case] == ["offline", "served"]
-    assert offline.tokens == served.tokens == sum(workload.outputs)
-    assert served.extra["differing_tokens"] == 0
+    options = BenchOptions(repetitions=1, max_step_tokens=64, api_processes=2)
+    offline, served, by_two = serving.run_load(workload, tmp_path, "cpu", "async", options, lambda line: None)
+    assert [offline.case, served.case, by_two.case] == ["offline", "served", "served by 2 processes"]
+    assert offline.tokens == served.tokens == by_two.tokens == sum(workload.outputs)
+    assert served.extra["differing_tokens"] == by_two.extra["differing_tokens"] == 0
+    assert served.extra["requests_per_s"] == pytest.approx(24 / served.seconds)
     assert served.extra["percent_of_offline"] == pytest.approx(100 * offline.seconds / served.seconds)
     assert 0 < served.extra["first_token_p50_ms"] <= served.extra["first_token_p99_ms"] < 1e3 * served.seconds
     assert 0 <= served.extra["inter_token_p50_ms"] <= served.extra["inter_token_p99_ms"]

@@ -18,6 +18,7 @@ class BenchOptions:
         deterministic: measure that mode too, beside the engine without it.
         max_step_tokens: of the engine; None is the benchmark's own.
         kernels: also profile a window of steady steps, kernel by kernel.
+        api_processes: serve by so many too, beside one.
         peers: names of other engines to measure on the same workload, see `peers.PEERS`.
         peer_dir: folder with the peers' scripts, their models' configurations and what they import.
     """
@@ -29,6 +30,7 @@ class BenchOptions:
     deterministic: bool = False
     max_step_tokens: int | None = None
     kernels: bool = False
+    api_processes: int = 1
     peers: tuple[str, ...] = ()
     peer_dir: Path | None = None
 

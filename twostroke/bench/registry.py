@@ -94,7 +94,13 @@ BENCHMARKS = {
         ),
         Benchmark("prefix", "8B shape, 2,000 tokens of prompt: time to first token of a hit and a miss", "prefix", 3),
         Benchmark("tail", "rows in use over the life of a job whose requests differ in length", "tail", 1),
-        Benchmark("serving", "256 streaming clients over HTTP against the same load offline", "serving", 2),
+        Benchmark(
+            "serving",
+            "256 streaming clients over HTTP against the same load offline",
+            "serving",
+            2,
+            ENGINE | {"api_processes"},
+        ),
         Benchmark("mixed", "8B shape, 64 rows decode while prompts of 2,000 tokens arrive", "mixed", 3),
     )
 }

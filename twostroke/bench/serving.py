@@ -82,7 +82,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
 def run_load(
     workload: Workload, model: Path, device: str, loop: str, options: BenchOptions, say: Callable[[str], None]
 ) -> list[Run]:
-    """Measure the model in a folder offline, then served, under one loop."""
+    """Measure the model in a folder offline, then served by each number of API processes, under one loop."""
     arguments: dict[str, Any] = {
         "model": str(model),
         "impl": options.impl,
@@ -99,15 +99,17 @@ def run_load(
     offline = _offline(workload, arguments, options.repetitions)
     release_memory()
     expected = [output.token_ids for output in offline[0].outputs]
-    say(f"served, {loop} loop")
-    with _served(arguments) as url:
-        stream_all(url, PATH, _bodies(workload, WARM_UP_TOKENS))
-        served = [_measure_served(url, workload, expected, loop) for _ in range(options.repetitions)]
-    cases = {"offline": [measured.as_run(loop) for measured in offline], "served": served}
+    cases = {"offline": [measured.as_run(loop) for measured in offline]}
     speed = median(run.tokens_per_s for run in cases["offline"])
-    cases["served"] = [
-        replace(run, extra={"percent_of_offline": 100 * run.tokens_per_s / speed, **run.extra}) for run in served
-    ]
+    for processes in sorted({1, options.api_processes}):
+        case = "served" if processes == 1 else f"served by {processes} processes"
+        say(f"{case}, {loop} loop")
+        with _served(arguments, processes) as url:
+            stream_all(url, PATH, _bodies(workload, WARM_UP_TOKENS))
+            served = [_measure_served(url, workload, expected, loop) for _ in range(options.repetitions)]
+        cases[case] = [
+            replace(run, extra={"percent_of_offline": 100 * run.tokens_per_s / speed, **run.extra}) for run in served
+        ]
     runs = compared(cases)
     return runs if device == "cuda" else [replace(run, gpu_active=None) for run in runs]
 
@@ -149,7 +151,9 @@ def _measure_served(url: str, workload: Workload, expected: Sequence[list[int]],
         ms_per_step=1e3 * seconds / steps,
         gpu_active=busy / (busy + gaps),
         cpu_us={phase: 1e6 * value / steps for phase, value in cpu.items() if phase != "wait"},
-        extra=waits(streams) | {"differing_tokens": differing(expected, [stream.tokens for stream in streams])},
+        extra={"requests_per_s": len(streams) / seconds}
+        | waits(streams)
+        | {"differing_tokens": differing(expected, [stream.tokens for stream in streams])},
     )
 
 
@@ -185,14 +189,15 @@ def _counters(url: str) -> dict[tuple[str, str], float]:
 
 
 @contextmanager
-def _served(arguments: dict[str, Any]) -> Iterator[str]:
-    """Run a server in a process; yields its URL.
+def _served(arguments: dict[str, Any], api_processes: int) -> Iterator[str]:
+    """Run a server in a process of its own; yields its URL.
 
     Raises:
         TwostrokeError: it did not start.
     """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(arguments, theirs), name="server")
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_serve, args=(arguments, api_processes, theirs), name="server")
     process.start()
     theirs.close()  # the server has the only other end now, and the connection ends when it dies
     try:
@@ -212,5 +217,5 @@ def _url(connection: Connection) -> str:
     return url
 
 
-def _serve(arguments: dict[str, Any], connection: Connection) -> None:
-    serve(ServerSettings(port=0, shutdown_timeout=0.0), arguments, connection.send)
+def _serve(arguments: dict[str, Any], api_processes: int, connection: Connection) -> None:
+    serve(ServerSettings(port=0, shutdown_timeout=0.0, api_processes=api_processes), arguments, connection.send)

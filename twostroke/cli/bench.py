@@ -44,6 +44,9 @@ def bench(
     kernels: Annotated[
         bool, typer.Option(help="Also profile a window of steady steps, kernel by kernel; of the offline workloads.")
     ] = False,
+    api_processes: Annotated[
+        int, typer.Option(min=1, help="Serve by so many API processes too, beside one; of serving.")
+    ] = 1,
     price: Annotated[
         float | None, typer.Option(min=0, help=f"Of an hour of the GPU, in dollars; for --loop both: {PRICE:g}.")
     ] = None,
@@ -71,6 +74,7 @@ def bench(
         deterministic=deterministic,
         max_step_tokens=max_step_tokens,
         kernels=kernels,
+        api_processes=api_processes,
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
     )
