@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import multiprocessing
 import os
 import re
 import signal
 import socket
+import threading
 import time
 from contextlib import suppress
+from multiprocessing.reduction import send_handle
 from typing import Any
 
 import psutil
@@ -21,12 +24,14 @@ from test_server_metrics import stats, values
 from watching import PATIENCE, wait_until
 
 from twostroke import Engine, EngineDead, InvalidConfig, QueueFull, SamplingParams
+from twostroke.server.api_process import EngineSeat, Task
 from twostroke.server.board import WAITING
 from twostroke.server.engine_child import EngineChild, hang_up
 from twostroke.server.metrics import Metrics, make_board
 from twostroke.server.serve import bind_shared
 from twostroke.server.settings import ServerSettings
 from twostroke.server.shared_engine import SharedEngine
+from twostroke.server.wire import NewEngine, encode
 
 PATH = "/v1/completions"
 TOO_LONG = 1900
@@ -247,16 +252,22 @@ def test_a_server_whose_engine_has_died_and_ctrl_c(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def fronts():
-    """Two fronts to one engine, as two API processes have them."""
+def child():
+    """An engine process."""
     child = EngineChild(ARGUMENTS | {"max_rows": 2, "max_waiting": 5})
+    yield child
+    child.close()
+    assert child.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def fronts(child):
+    """Two fronts to one engine, as two API processes have them."""
     board = make_board(2)
     made = [SharedEngine(child.attach(), child.ready, 7, board.at(place), lambda: None) for place in range(2)]
     yield made
     for front in made:
         front.close()
-    child.close()
-    assert child.exitcode == 0
 
 
 def test_fronts_draw_seeds_of_their_own(fronts):
@@ -292,6 +303,53 @@ def test_a_front_that_is_gone_leaves_nothing_behind(fronts, local):
         lost.result(PATIENCE)
     wait_until(lambda: second.ask_stats().result(PATIENCE)["running"] == 0)
     assert second.generate([3, 4], greedy(9))[0].token_ids == answers(local, 1, 9)[0]
+    assert not first.failed
+
+
+# An API process and its parent
+
+
+@pytest.fixture
+def seated():
+    """The parent's end of its connection to an API process, that process's seat, and whether it was told to end."""
+    parent, here = multiprocessing.Pipe()
+    with socket.socket() as listener:
+        seat = EngineSeat(Task(ServerSettings(), 7, logging.ERROR, make_board(2), listener, here, None))
+        ended = threading.Event()
+        thread = threading.Thread(target=seat.follow, args=(ended.set,))
+        thread.start()
+        yield parent, seat, ended
+        parent.close()
+        thread.join(PATIENCE)
+    seat.close()
+
+
+def test_an_api_process_ends_with_its_parent(seated):
+    parent, seat, ended = seated
+    assert seat.engine is None
+    parent.close()
+    assert ended.wait(PATIENCE)
+    assert not seat.failed
+
+
+def test_an_api_process_that_fails_ends_and_one_whose_engine_dies_takes_another(seated, child):
+    """So that another is put in its place, and no request goes to one that can answer none."""
+    parent, seat, ended = seated
+    for number in range(2):
+        with child.attach() as connection:
+            parent.send_bytes(encode(NewEngine(child.ready)))
+            send_handle(parent, connection.fileno(), os.getpid())
+        wait_until(lambda: seat.engine is not None)
+        if number == 0:
+            hang_up(seat.engine._connection)
+            wait_until(lambda: seat.engine is None)
+    assert not ended.is_set()
+    engine = seat.engine
+    engine._fail(RuntimeError("no text"))
+    assert ended.wait(PATIENCE)
+    assert seat.failed
+    with pytest.raises(EngineDead, match="no text"):
+        engine.submit([3])
 
 
 # The board
