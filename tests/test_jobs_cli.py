@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from importlib.util import find_spec
 
 import pytest
@@ -64,6 +65,26 @@ def test_other_arguments_are_refused(tmp_path, monkeypatch, flags, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert run(source, "-o", tmp_path / "out", *TINY, "--max-rows", "4").exit_code == 0
+
+
+def test_shards_answer_what_one_command_answers(tmp_path):
+    """Of the first 11 requests, each by one of three; a bad line and an empty one among them."""
+    lines = [*plain(4), "junk", "", *plain(12)]
+    source = write_lines(tmp_path / "in", lines)
+    assert run(source, "-o", tmp_path / "whole", *TINY, "--limit", "11").exit_code == 1
+    parts = []
+    for index in (1, 2, 3):
+        run(source, "-o", tmp_path / f"part-{index}", *TINY, "--limit", "11", "--shard", f"{index}/3")
+        parts.append(read_lines(tmp_path / f"part-{index}"))
+    assert [len(part) for part in parts] == [4, 4, 3]
+    assert sorted(map(told, itertools.chain(*parts))) == sorted(map(told, read_lines(tmp_path / "whole")))
+    assert {line["custom_id"] for part in parts for line in part} == {f"line-{n}" for n in range(1, 13) if n != 6}
+
+
+def told(line):
+    """What a line of the output says, without what differs from run to run."""
+    choices = line["response"]["body"]["choices"] if line["response"] else None
+    return line["custom_id"], str(choices), str(line["error"])
 
 
 def test_another_input_is_refused(tmp_path):

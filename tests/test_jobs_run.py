@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import sys
 from unittest import mock
@@ -220,3 +221,36 @@ def test_a_complete_batch_needs_no_engine(tmp_path):
     with mock.patch("twostroke.jobs.batch_job.Engine", None):
         assert job.run(print) == first
     assert (tmp_path / "out").read_bytes() == before
+
+
+def test_the_bar_shows_pace_activity_and_the_cost_of_all_runs(tmp_path, monkeypatch, capsys):
+    """After an interrupt it begins with what is there, in answers and in dollars."""
+    monkeypatch.setenv("COLUMNS", "200")
+    source = write_lines(tmp_path / "in", plain(30))
+    job = BatchJob(source=source, output=tmp_path / "out", engine=ENGINE, price=3600e6)
+    steps = itertools.count()
+    show = BatchProgress.show
+
+    def interrupt(self):
+        show(self)
+        if next(steps) == 9:
+            raise KeyboardInterrupt
+
+    with mock.patch("twostroke.jobs.batch_job.BatchProgress.show", interrupt), pytest.raises(KeyboardInterrupt):
+        job.run(print, progress=True)
+    first = bar_of(capsys)
+    job.run(print, progress=True)
+    second = bar_of(capsys)
+    assert (first["done"], second["done"]) == ("10/30", "30/30")
+    assert 0 < float(first["dollars"]) < float(second["dollars"])
+    assert first["left"] != "-:--:--"
+    for bar in (first, second):
+        assert int(bar["pace"]) > 0
+        assert 0 < float(bar["active"]) <= 100
+
+
+def bar_of(capsys):
+    """The parts of the last state of the bar."""
+    counts, rates = r"(?P<done>\d+/30) (?P<left>[-:0-9]+) (?P<pace>\d+) tokens/s", r"GPU active (?P<active>[.0-9]+)%"
+    pattern = rf"{counts}, {rates}, \$(?P<dollars>[.0-9]+)"
+    return [*re.finditer(pattern, capsys.readouterr().err)][-1]
