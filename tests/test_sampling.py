@@ -204,6 +204,8 @@ def warp(logits, params):
         warpers.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(transformers.MinPLogitsWarper(params.min_p))
+    if params.typical_p < 1:
+        warpers.append(transformers.TypicalLogitsWarper(params.typical_p))
     for warper in warpers:
         logits = warper(None, logits)
     return logits
@@ -222,7 +224,15 @@ def test_every_token_lies_in_the_kept_set_of_transformers(reference, mode):
 
 
 @pytest.mark.parametrize(
-    "filters", [{"top_k": 8}, {"top_p": 0.3}, {"min_p": 0.4}, {"top_k": 20, "top_p": 0.5, "min_p": 0.3}]
+    "filters",
+    [
+        {"top_k": 8},
+        {"top_p": 0.3},
+        {"min_p": 0.4},
+        {"typical_p": 0.1},
+        {"top_k": 20, "top_p": 0.5, "min_p": 0.3},
+        {"top_k": 40, "typical_p": 0.4},
+    ],
 )
 def test_tokens_follow_the_distribution(reference, filters):
     """Chi-squared of the first token over the seeds 0..999; the seeds are fixed, and of 10,000 sets of seeds a right

@@ -102,6 +102,14 @@ def test_thoughts_are_not_the_answer(client, stream):
     assert reason == "stop"
 
 
+def test_g12_thoughts_and_forced_text_count_as_tokens_of_the_answer(client):
+    extra = {"structured": {"regex": "<think>\\n[a-z ]{5,9}\\n</think>\\n\\n[A-Z]{3,5}"}, "return_token_ids": True}
+    got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=200, seed=3, extra_body=extra)
+    ids = got.choices[0].token_ids
+    assert got.usage.completion_tokens == len(ids) > 11
+    assert got.usage.total_tokens == got.usage.prompt_tokens + len(ids)
+
+
 def test_what_tools_gave_is_in_the_prompt(client, server):
     """The whole way round: a call, what it gave, and the next answer, which depends on that."""
     named = {"type": "function", "function": {"name": "weather"}}

@@ -99,6 +99,7 @@ def small(smollm2_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_structured_output_begins_behind_the_thinking(small, mode):
+    """G12: the budget counts thoughts alone, and the grammar what follows them."""
     regex = StructuredOutput(regex="[a-f]{3,9}[0-9]{2}")
     with running(mode, small) as engine:
         open_, closed = engine.generate(
