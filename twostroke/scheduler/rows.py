@@ -215,10 +215,11 @@ class RowTable:
         first = self._flat_first[tables]
         count = np.maximum((positions // self.block_size - self._reach[:, None]).reshape(-1) - first, 0)
         ends = count.cumsum()
-        if not ends[-1:].any():
+        total = int(ends[-1]) if len(ends) else 0
+        if not total:
             return tables[:0], first[:0]
         self._flat_first[tables] = first + count
-        return tables.repeat(count), (first - ends + count).repeat(count) + np.arange(ends[-1])
+        return tables.repeat(count), (first - ends + count).repeat(count) + np.arange(total)
 
     def blocks_at(self, tables: np.ndarray, index: np.ndarray) -> np.ndarray:
         """The blocks at so many places; the arguments as `slide` returns them. int32 [N]."""
