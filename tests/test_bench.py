@@ -244,6 +244,8 @@ def test_what_a_benchmark_has_no_use_for_is_refused_by_name(name: str, arguments
 
 @pytest.mark.parametrize("name", registry.BENCHMARKS)
 def test_options_that_a_benchmark_takes_reach_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if name == "serving":
+        pytest.importorskip("fastapi")
     benchmark, asked = registry.find(name), []
     module = importlib.import_module(f"twostroke.bench.{benchmark.module}")
     monkeypatch.setattr(module, "run", lambda name, options, say: asked.append(options) or result(stub_run(1.0)))
