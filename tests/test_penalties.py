@@ -10,6 +10,7 @@ from reference import TIE
 from sampling_oracle import EOS, VOCAB, Reference, make_prompt
 from scripted import Scripted, save_small
 from transformers import LogitsProcessorList
+from watching import PATIENCE, quiet
 
 from twostroke import InvalidRequest, SamplingParams
 
@@ -184,6 +185,28 @@ def test_samples_of_one_request_have_ledgers_of_their_own(reference, mode):
             for seed in seeds
         ]
     assert [sample.token_ids for sample in samples] == [output[0].token_ids for output in alone]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_blocks", [None, 10], ids=["roomy", "preempted"])
+def test_steps_in_which_no_row_asks_run_no_stage(reference, mode, num_blocks):
+    """Also after some have asked, and ended by length, by a cancel, or were preempted on the way."""
+    asking = [make_params(LINES[line]) for line in ("frequency_penalty", "typical_p", "bad_sequences", "logit_bias")]
+    with running(mode, reference.directory, num_blocks=num_blocks) as engine:
+        asked = []
+        original = engine._parts.runner.launch
+        engine._parts.runner.launch = lambda plan, slot: (asked.append(plan.features), original(plan, slot))
+        handles = [engine.submit(make_prompt(11), params) for params in (*asking, make_params(), asking[0])]
+        handles[-1].cancel()
+        outputs = [handle.result(PATIENCE) for handle in handles]
+        assert (engine.stats().preemptions > 0) == (num_blocks is not None)
+        assert any(asked)
+        quiet(engine)
+        asked.clear()
+        (plain,) = engine.generate(make_prompt(11), make_params())
+    assert plain.token_ids == outputs[4].token_ids
+    assert len(asked) >= NEW
+    assert not any(asked)
 
 
 def test_without_ledgers_what_needs_one_is_refused(reference):
