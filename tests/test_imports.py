@@ -65,7 +65,7 @@ ALLOWED = {
     "errors": set(),
     "interrupts": set(),
     "cache": {"numpy", "request", "plan"},
-    "scheduler": {"numpy", "request", "plan", "held_input", "cache", "cache_groups", "logprob_record"},
+    "scheduler": {"numpy", "request", "terms", "plan", "held_input", "cache", "cache_groups", "logprob_record"},
     "constraints": {"numpy", "llguidance", "checks", "structured", "limits", "terms", "request", "text"}
     | {"sampling_params"},
     "kernels": {"torch", "triton"},

@@ -21,7 +21,7 @@ from twostroke.kernels.ledger import TorchLedgerOps
 from twostroke.limits import Limits
 from twostroke.plan import LEDGER_HEADER, NO_LEDGER, Plan
 from twostroke.request import Request, Sample
-from twostroke.scheduler.draft import row_record
+from twostroke.scheduler.joins import Join, row_records
 from twostroke.scheduler.ledgers import ledger_record
 
 R, VOCAB, LENGTH = 6, 37, 64
@@ -64,10 +64,10 @@ class Bench:
         joins, ledgers = [], []
         for row in rows:
             sample = make_sample(row)
-            joins.append(row_record(row.row, sample, len(sample.tokens), 0, row.ledger))
+            joins.append(Join.of(row.row, sample, len(sample.tokens), 0, row.ledger))
             if row.ledger != NO_LEDGER:
                 ledgers.append(ledger_record(row.ledger, sample))
-        words = make_words(np.concatenate(joins), np.concatenate([np.zeros(0, np.int32), *ledgers]))
+        words = make_words(row_records(joins), np.concatenate([np.zeros(0, np.int32), *ledgers]))
         TorchBatchOps().apply_deltas(words, self.rows)
         if ledgers:
             self.ops.open(words, len(ledgers))

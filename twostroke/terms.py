@@ -14,8 +14,11 @@ from .checks import require_token_ids
 from .errors import InvalidRequest, shown
 from .limits import Limits
 from .logit_rules import Encode, LogitRules
-from .plan import LEDGER_FEATURES, NO_FEATURES, Feature
+from .plan import LEDGER_FEATURES, NO_FEATURES, ROW_RECORD, Feature
 from .sampling_params import MAX_STOP_IDS, SamplingParams, stop_strings
+
+_INT32_MAX = np.iinfo(np.int32).max
+_FLOAT32 = np.finfo(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +96,28 @@ class Terms:
     def needs_ledger(self) -> bool:
         """Whether the device keeps its history."""
         return bool(self.features & LEDGER_FEATURES)
+
+    @cached_property
+    def row_record(self) -> bytes:
+        """What the device is told of every row with these terms: a `ROW_RECORD` whose other fields are 0.
+
+        Values that are checked as Python numbers are brought into the range of the record's types without a change of
+        meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
+        """
+        params, record = self.params, np.zeros(1, ROW_RECORD)
+        record["min_outputs"] = min(params.min_tokens, _INT32_MAX)
+        record["temperature"] = min(float(params.temperature), float(_FLOAT32.max))
+        record["top_k"] = min(max(params.top_k, 0), _INT32_MAX)
+        record["top_p"] = max(float(params.top_p), float(_FLOAT32.tiny))
+        record["min_p"] = params.min_p
+        record["typical_p"] = max(float(params.typical_p), float(_FLOAT32.tiny))
+        record["presence"], record["frequency"] = params.presence_penalty, params.frequency_penalty
+        record["repetition"] = params.repetition_penalty
+        record["ngram_size"] = min(params.no_repeat_ngram_size, _INT32_MAX)
+        record["logprobs"], record["prompt_logprobs"] = self.wanted_logprobs, self.wanted_prompt_logprobs
+        record["stop_ids"] = -1
+        record["stop_ids"][0, : len(self.stop_ids)] = self.stop_ids
+        return record.tobytes()
 
     @cached_property
     def features(self) -> Feature:

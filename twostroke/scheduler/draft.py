@@ -7,11 +7,9 @@ import numpy as np
 from ..cache.host_tier import NO_TRANSFER
 from ..plan import NO_COPIES, NO_LEDGER, NO_LEDGERS, NO_SCORES, ROW_RECORD, Feature, Plan
 from ..request import Sample
+from .joins import Join, row_records
 from .ledgers import ledger_record
 from .rows import NO_TOKENS
-
-INT32_MAX = np.iinfo(np.int32).max
-FLOAT32 = np.finfo(np.float32)
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -24,39 +22,6 @@ NO_JOINS = _frozen(np.empty(0, ROW_RECORD))
 NO_BLOCKS = _frozen(np.empty((0, 4), np.int32))
 
 
-def row_record(row: int, sample: Sample, known: int, length: int, ledger: int) -> np.ndarray:
-    """The device's state of a row that joins with `known` tokens, and whose first `length` positions are computed.
-
-    It is `ROW_RECORD` [1].
-
-    Values that are checked as Python numbers are brought into the range of the record's types without a change of
-    meaning: top_k beyond every vocabulary, min_tokens beyond every length, a top_p that would round to 0.
-    """
-    terms, params = sample.request.terms, sample.request.params
-    record = np.zeros(1, ROW_RECORD)
-    record["row"] = row
-    record["length"] = length
-    record["outputs"] = known - sample.prompt_len
-    record["min_outputs"] = min(params.min_tokens, INT32_MAX)
-    record["max_outputs"] = sample.request.max_tokens
-    record["temperature"] = min(float(params.temperature), float(FLOAT32.max))
-    record["top_k"] = min(max(params.top_k, 0), INT32_MAX)
-    record["top_p"] = max(float(params.top_p), float(FLOAT32.tiny))
-    record["min_p"] = params.min_p
-    record["seed_low"] = sample.seed & 0xFFFFFFFF
-    record["seed_high"] = sample.seed >> 32
-    record["typical_p"] = max(float(params.typical_p), float(FLOAT32.tiny))
-    record["presence"], record["frequency"] = params.presence_penalty, params.frequency_penalty
-    record["repetition"] = params.repetition_penalty
-    record["ngram_size"] = min(params.no_repeat_ngram_size, INT32_MAX)
-    record["ledger"] = ledger
-    record["logprobs"] = terms.wanted_logprobs
-    record["prompt_logprobs"] = terms.wanted_prompt_logprobs
-    record["stop_ids"] = -1
-    record["stop_ids"][0, : len(terms.stop_ids)] = terms.stop_ids
-    return record
-
-
 class Draft:
     """Collects joins, prompt chunks and block deltas, and turns them into an immutable plan."""
 
@@ -66,7 +31,7 @@ class Draft:
         self.ledger_words = 0
         self._ledgers: list[np.ndarray] = []
         self.num_scores = 0
-        self._joins: list[np.ndarray] = []
+        self._joins: list[Join] = []
         self._chunks: list[tuple[int, int, int, int]] = []
         self._pieces: list[np.ndarray] = []
         self._block_deltas: list[np.ndarray] = []
@@ -86,7 +51,7 @@ class Draft:
 
     def add_row(self, row: int, sample: Sample, known: int, length: int, ledger: int = NO_LEDGER) -> None:
         """Let the device know that `row` has `known` tokens, and `length` positions: more than it has sampled."""
-        self._joins.append(row_record(row, sample, known, length, ledger))
+        self._joins.append(Join.of(row, sample, known, length, ledger))
 
     def add_shared_blocks(self, deltas: np.ndarray) -> None:
         """Add the deltas of blocks that a joining row shares, or gets from the host."""
@@ -133,10 +98,7 @@ class Draft:
             lane_rows=lane_rows,
             chunks=_frozen(np.array(self._chunks, np.int32)) if self._chunks else NO_CHUNKS,
             prompt_tokens=_joined(self._pieces, NO_TOKENS),
-            # NOTE: numpy would compare the records' types anew for each of them.
-            joins=np.frombuffer(b"".join(record.data for record in self._joins), ROW_RECORD)
-            if self._joins
-            else NO_JOINS,
+            joins=row_records(self._joins) if self._joins else NO_JOINS,
             block_deltas=_joined(self._block_deltas, NO_BLOCKS),
             lane_deltas=lane_deltas,
             ledgers=_joined(self._ledgers, NO_LEDGERS),
