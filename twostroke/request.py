@@ -6,6 +6,7 @@ rest in `Request.of`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -228,6 +229,6 @@ class Sample:
     def weight_versions(self, kept: int | None = None) -> list[tuple[int, int]]:
         """(version, output tokens) in the order in which they came, of the first `kept` output tokens or all."""
         length = len(self.output) if kept is None else kept
-        ends = [min(end, length) for _, end in self.versions]
-        counts = np.diff(ends, prepend=0).tolist()
+        ends = [0, *(min(end, length) for _, end in self.versions)]
+        counts = [end - begin for begin, end in itertools.pairwise(ends)]
         return [(version, count) for (version, _), count in zip(self.versions, counts, strict=True) if count]

@@ -3,16 +3,22 @@
 All else is real: requests are checked and made by the front, go through the inbox into the queue, get a row and a step
 from the scheduler, and their outputs go through delivery. Each has a prompt of its own, and one token to generate.
 
-    submit_per_s       from `Front.submit` to the queue
+    start_per_s        from `Front.start`, with all of them in one call, to the queue
+    submit_per_s       from `Front.submit`, one by one, to the queue
     admit_per_s        from the queue to a row and into a plan, with all that makes room for it: commit and release
-    submit_us, admit_us  the same per request, in CPU time of the caller's and of the loop's thread
+    start_us, submit_us, admit_us  the same per request, in CPU time of the caller's and of the loop's thread
     bytes_per_request  all that the process holds for a request that waits: handle, sample, request, prompt, queue entry
+
+Rates are of wall time: beside `admit` the delivery worker has the interpreter for its share. Garbage is collected as
+Python does by default, which takes a share of every time that grows with what is alive.
 """
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -27,7 +33,7 @@ from ..sampling_params import SamplingParams
 from ..scheduler.scheduler import Scheduler
 from ..text.delivery import Delivery
 from ..text.handle import Handle
-from .cpu_step import now
+from .cpu_step import Moment, now
 from .options import BenchOptions
 from .result import Result, Run
 
@@ -67,25 +73,34 @@ def measure_bytes(requests: int) -> int:
 
 
 def measure_seconds(requests: int, extra: dict[str, Any]) -> Run:
-    """Submit so many requests, then run them all."""
-    desk = Desk()
-    try:
+    """Start so many requests; then submit as many one by one, and run these. `seconds` is the latter two."""
+    figures: dict[str, Any] = {}
+    with closing(Desk()) as desk:
+        moments = [now()]
+        handles = desk.start(requests)
+        moments.append(now())
+        figures |= _figures(requests, ("start",), moments)
+    with closing(Desk()) as desk:
         moments = [now()]
         handles = desk.submit(requests)
         moments.append(now())
         desk.run()
         moments.append(now())
+        figures |= _figures(requests, ("submit", "admit"), moments)
         for handle in handles:
             handle.result()
-    finally:
-        desk.close()
-    figures: dict[str, Any] = {}
-    for name, begin, end in zip(("submit", "admit"), moments, moments[1:], strict=False):
-        figures[f"{name}_per_s"] = requests / (end.wall - begin.wall) * 1e9
-        figures[f"{name}_us"] = (end.cpu - begin.cpu) / requests * 1e-3
     seconds = (moments[-1].wall - moments[0].wall) * 1e-9
     extra = figures | extra
     return Run(engine="twostroke", loop=None, seconds=seconds, tokens=requests, waiting=requests, extra=extra)
+
+
+def _figures(requests: int, names: Sequence[str], moments: Sequence[Moment]) -> dict[str, float]:
+    """Rates and CPU times of what happened between the moments."""
+    figures = {}
+    for name, (began, ended) in zip(names, itertools.pairwise(moments), strict=True):
+        figures[f"{name}_per_s"] = requests / (ended.wall - began.wall) * 1e9
+        figures[f"{name}_us"] = (ended.cpu - began.cpu) / requests * 1e-3
+    return figures
 
 
 class Desk:
@@ -106,11 +121,19 @@ class Desk:
 
     def submit(self, requests: int) -> list[Handle]:
         """Submit so many requests, each with a prompt that no other has, and queue them."""
-        prompts = np.arange(requests * PROMPT_TOKENS).reshape(requests, PROMPT_TOKENS) % LIMITS.vocab_size
-        handles = [self._front.submit(prompt, PARAMS) for prompt in prompts]
+        handles = [self._front.submit(prompt, PARAMS) for prompt in _prompts(requests)]
+        self._take()
+        return handles
+
+    def start(self, requests: int) -> list[Handle]:
+        """The same in one call."""
+        handles = self._front.start(_prompts(requests), [PARAMS] * requests)
+        self._take()
+        return handles
+
+    def _take(self) -> None:
         for command in self._inbox.take(block=False):
             command(self._scheduler)
-        return handles
 
     def run(self) -> None:
         """Take every request through a row and a step, to delivery."""
@@ -123,6 +146,10 @@ class Desk:
     def close(self) -> None:
         self._delivery.close()
         self._constraints.close()
+
+
+def _prompts(requests: int) -> list[np.ndarray]:
+    return list(np.arange(requests * PROMPT_TOKENS).reshape(requests, PROMPT_TOKENS) % LIMITS.vocab_size)
 
 
 def _raise(error: BaseException) -> None:

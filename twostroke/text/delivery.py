@@ -165,7 +165,7 @@ class Delivery:
         """Expect no more of `sample`; the request's id is free once that is so for all of its samples."""
         with self._lock:
             handle = self._handles.pop(sample, None)
-            if handle is not None and not any(other in self._handles for other in handle.samples):
+            if handle is not None and self._handles.keys().isdisjoint(handle.samples):
                 self._ids.discard(sample.request.id)
 
     def _serve(self) -> None:
