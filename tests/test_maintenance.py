@@ -92,7 +92,7 @@ def results(handles):
 
 @every_mode
 def test_a07_a_pause_keeps_every_token(mode, models, old):
-    with running(mode, models[0], num_blocks=64) as engine, Slow(engine):
+    with running(mode, models[0], num_blocks=64) as engine, Slow(engine, seconds=0.02):
         handles = begin(engine)
         for _ in range(3):
             engine.pause()
@@ -386,10 +386,10 @@ def _update(engine, state):
 
 
 class Slow:
-    """Makes every step of an engine last some milliseconds, so that what is done amid requests is."""
+    """Makes every step of an engine last so many seconds, so that what is done amid requests is."""
 
-    def __init__(self, engine):
-        self._model, self._forward = engine.model, engine.model.forward
+    def __init__(self, engine, seconds=0.003):
+        self._model, self._forward, self._seconds = engine.model, engine.model.forward, seconds
 
     def __enter__(self):
         self._model.forward = self._slowly
@@ -399,5 +399,5 @@ class Slow:
         del self._model.forward
 
     def _slowly(self, step, attention):
-        threading.Event().wait(0.003)
+        threading.Event().wait(self._seconds)
         return self._forward(step, attention)
