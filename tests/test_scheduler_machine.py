@@ -7,7 +7,7 @@ to rows and blocks that are reused too early.
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from paper_device import Workshop
+from workshop import Workshop
 
 from twostroke.request import FinishReason, SampleState
 from twostroke.scheduler.policy import make_policy
