@@ -172,7 +172,7 @@ class Workshop:
     def turn(self) -> bool:
         """Plan and launch a step, commit what the depth says; False if nothing was planned and nothing in flight."""
         plan = self.launch()
-        if self.in_flight and (plan is None or len(self.in_flight) == self.depth):
+        if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
             self.commit()
             return True
         return plan is not None
