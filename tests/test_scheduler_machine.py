@@ -26,7 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 12),
         max_chunk_tokens=st.none() | st.integers(1, 8),
         block_size=st.integers(1, 4),
-        usable_blocks=st.integers(2, 12),
+        usable_blocks=st.integers(3, 12),
         windows=st.sampled_from([(0,), (0, 0), (1,), (5,), (0, 3), (4, 0, 1), (2, 6)]),
         prefix_cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "shortest"]),
