@@ -244,16 +244,18 @@ def test_the_hub_is_asked_last_and_its_failure_names_the_model(monkeypatch, dire
 
     def snapshot_download(name, **options):
         asked.append(name)
-        if name == "owner/absent":
-            raise OSError("no route")
+        if name != "owner/model":
+            raise OSError("no route\nPlease look after your cables.")
         return str(directory)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert load_model("owner/model", device=CPU).directory == directory
-    with pytest.raises(InvalidConfig, match=r"owner/absent.*no route"):
+    with pytest.raises(InvalidConfig, match=r"model='owner/absent' .*smollm2-135m, .* tiny\b.*OSError: no route$"):
         load_model("owner/absent", device=CPU)
+    with pytest.raises(InvalidConfig, match=r"^model='smollm' .*did you mean 'smollm2-135m'\?.*no route$"):
+        load_model("smollm", device=CPU)
     load_model("tiny", device=CPU)
-    assert asked == ["owner/model", "owner/absent"]
+    assert asked == ["owner/model", "owner/absent", "smollm"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -211,11 +212,19 @@ def _fetch_from_hub(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # the client's errors come from several libraries
+    except Exception as error:  # the client's errors come from several libraries, and many have advice in their tail
+        reason = str(error).strip().partition("\n")[0]
         raise InvalidConfig(
-            f"model={name!r}: not {DEFAULT_MODEL!r}, a preset ({', '.join(PRESETS)}), a directory or a .gguf file, "
-            f"and the Hugging Face hub did not deliver it: {error}"
+            f"model={name!r} is no known name ({_known_names(name)}), no folder and no GGUF file, "
+            f"and the Hugging Face hub did not deliver it: {type(error).__name__}: {reason}"
         ) from error
+
+
+def _known_names(name: str) -> str:
+    """The one that was meant, if it can be told; else all."""
+    known = (DEFAULT_MODEL, *PRESETS)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"these are {', '.join(known)}"
 
 
 def _resolve_dtype(dtype: str | torch.dtype, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
