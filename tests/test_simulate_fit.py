@@ -189,6 +189,7 @@ def test_it_prints_a_row_per_number_of_replicas_and_writes_both_files(tmp_path: 
         assert (one["requests"], one["refused"]) == (60, 0)
         assert one["cost"] == pytest.approx(36 * one["replicas"] * one["seconds"] / 3600)
         assert f"{one['tokens_per_s']:.1f}" in result.stdout
+        assert f"replicas={one['replicas']}: 60 requests, " in result.stderr
         assert f"simulated in {one['simulated_in']['wall_seconds']:.1f} s" in result.stderr
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -200,7 +201,7 @@ def test_targets_end_the_search_and_name_the_answer() -> None:
     met = [float(row[5]) <= 400 for row in rows]
     assert met == [False] * (len(met) - 1) + [True]
     assert 1 < len(met) < 9
-    assert f"{len(met)}: the fewest that meet the targets" in result.stdout
+    assert f"replicas={len(met)}: the fewest that meet the targets" in result.stdout
     assert "none meets the targets" in run(*FIT, *FEW, "--target-ttft-ms", 0.1).stdout
 
 

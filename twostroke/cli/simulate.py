@@ -154,7 +154,7 @@ def simulate(
         found.append(one)
         report, seconds = one.report, f"{one.wall_seconds:.1f} s ({one.cpu_seconds:.1f} s of CPU)"
         typer.echo(
-            f"{report.replicas} replicas: {report.requests} requests, {report.steps} steps, simulated in {seconds}",
+            f"replicas={report.replicas}: {report.requests} requests, {report.steps} steps, simulated in {seconds}",
             err=True,
         )
     _print_candidates(found, targets, price)
@@ -268,7 +268,8 @@ def _print_candidates(found: list[Candidate], targets: Targets, price: float) ->
     print_table(columns, [_row(one, price) for one in found])
     if targets.given:
         chosen = best(found)
-        typer.echo(f"\n{_label(chosen)}: the fewest that meet the targets" if chosen else "\nnone meets the targets")
+        answer = f"replicas={_label(chosen)}: the fewest that meet" if chosen else "none meets"
+        typer.echo(f"\n{answer} the targets")
 
 
 def _row(one: Candidate, price: float) -> tuple[str, ...]:
