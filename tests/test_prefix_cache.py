@@ -5,8 +5,7 @@ The paper device keeps the tokens that every block really holds, and the worksho
 
 import numpy as np
 import pytest
-from paper_device import oracle
-from workshop import Workshop
+from paper_device import Workshop, oracle
 
 from twostroke.cache.block_pool import BlockPool, BlockRun
 from twostroke.cache.prefix_cache import PrefixCache

@@ -5,8 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from calls import count_calls
-from paper_device import oracle
-from workshop import Workshop
+from paper_device import Workshop, oracle
 from workshops import every_depth, f19, finish, lanes_of, positions_of
 
 from twostroke.errors import InvalidRequest

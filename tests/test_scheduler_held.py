@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from workshop import Workshop
+from paper_device import Workshop
 
 from twostroke.request import SampleState
 

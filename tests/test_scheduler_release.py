@@ -3,8 +3,7 @@
 import pickle
 
 import pytest
-from paper_device import oracle
-from workshop import Workshop
+from paper_device import Workshop, oracle
 from workshops import every_depth, f19, finish
 
 from twostroke.request import FinishReason, SampleState
