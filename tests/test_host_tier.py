@@ -4,7 +4,7 @@ The paper device makes copies as late as it may, so a step that does not wait fo
 """
 
 import pytest
-from paper_device import Workshop
+from workshop import Workshop
 from workshops import every_depth, finish
 
 from twostroke.cache.copy_costs import RETRY_EVERY, CopyCosts

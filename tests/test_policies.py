@@ -4,8 +4,8 @@ import pytest
 from engines import MODES, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_device import Workshop
 from watching import PATIENCE, wait_until
+from workshop import Workshop
 from workshops import every_depth, finish
 
 from twostroke import InvalidRequest, SamplingParams

@@ -5,7 +5,8 @@ The paper device keeps the tokens that every block really holds, and the worksho
 
 import numpy as np
 import pytest
-from paper_device import Workshop, oracle
+from paper_device import oracle
+from workshop import Workshop
 
 from twostroke.cache.block_pool import BlockPool, BlockRun
 from twostroke.cache.prefix_cache import PrefixCache

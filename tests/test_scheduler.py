@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 import pytest
 from calls import count_calls
-from paper_device import Workshop, oracle
+from paper_device import oracle
+from workshop import Workshop
 from workshops import every_depth, f19, finish, lanes_of, positions_of
 
 from twostroke.errors import InvalidRequest

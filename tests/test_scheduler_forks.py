@@ -1,7 +1,7 @@
 """Forks on a paper device: what they share, what is copied for them, and who waits for whom."""
 
 import numpy as np
-from paper_device import Workshop
+from workshop import Workshop
 from workshops import every_depth, finish
 
 from twostroke.request import FinishReason, SampleState

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from paper_device import Workshop
+from workshop import Workshop
 
 from twostroke.request import SampleState
 

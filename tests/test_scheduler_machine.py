@@ -7,7 +7,7 @@ to rows and blocks that are reused too early.
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from paper_device import Workshop
+from workshop import Workshop
 
 from twostroke.request import FinishReason, SampleState
 from twostroke.scheduler.policy import make_policy
@@ -21,13 +21,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
 
     @initialize(
-        depth=st.integers(1, 3),
+        depth=st.integers(1, 4),
         max_rows=st.integers(1, 5),
         max_step_tokens=st.integers(1, 12),
         max_chunk_tokens=st.none() | st.integers(1, 8),
         block_size=st.integers(1, 4),
-        usable_blocks=st.integers(2, 12),
-        windows=st.sampled_from([(0,), (0, 0), (5,), (0, 3), (4, 0, 1), (2, 6)]),
+        usable_blocks=st.integers(3, 12),
+        windows=st.sampled_from([(0,), (0, 0), (1,), (5,), (0, 3), (4, 0, 1), (2, 6)]),
         prefix_cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority", "shortest"]),
         bounded=st.booleans(),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from paper_device import Workshop
+from workshop import Workshop
 from workshops import every_depth, f19, finish, positions_of
 
 from twostroke.request import Sample, SampleState

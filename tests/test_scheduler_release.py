@@ -3,7 +3,8 @@
 import pickle
 
 import pytest
-from paper_device import Workshop, oracle
+from paper_device import oracle
+from workshop import Workshop
 from workshops import every_depth, f19, finish
 
 from twostroke.request import FinishReason, SampleState

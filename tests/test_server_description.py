@@ -66,7 +66,7 @@ def test_requests_made_from_the_description(case, server):
 
 @pytest.mark.exhaustive
 @described(coverage=True).parametrize()
-@settings(max_examples=200, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=100, deadline=None, suppress_health_check=[*HealthCheck])
 def test_many_requests_made_from_the_description(case, server):
     check(case, server)
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from paper_device import Workshop
+from workshop import Workshop
 from workshops import every_depth, finish
 
 from twostroke.scheduler.step_costs import ALONE_EVERY, FIRST_TOKENS, LEAST_TOKENS, StepCosts

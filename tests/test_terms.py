@@ -37,9 +37,18 @@ def test_parameters_that_cannot_change_are_checked_once_while_a_request_has_them
     assert create.made == 2, "terms of requests that have ended are kept"
 
 
+class Hashable(list):
+    """A list by its identity, as objects are that say nothing else."""
+
+    __hash__ = object.__hash__
+
+
 @pytest.mark.parametrize(
     "changing",
-    [dict(stop_token_ids=[3]), dict(logit_bias={3: 1.0}), dict(bad_words=[[3]]), dict(stop=["a"]), dict(n=True)],
+    [
+        *(dict(stop_token_ids=[3]), dict(logit_bias={3: 1.0}), dict(bad_words=[[3]]), dict(stop=["a"]), dict(n=True)),
+        *(dict(stop_token_ids=Hashable([3])), dict(stop=Hashable(["a"]))),
+    ],
     ids=lambda changing: next(iter(changing)),
 )
 def test_parameters_that_can_change_are_checked_each_time(changing):
@@ -75,6 +84,19 @@ def test_a_list_that_changes_between_two_requests_counts_for_the_second():
             engine.submit([5, 6], params)
 
 
+@pytest.mark.parametrize("call", ["generate", "start"])
+def test_there_are_parameters_for_all_prompts_of_a_call_or_it_starts_nothing(call):
+    with running("sync") as engine:
+        begin = getattr(engine, call)
+        for params, message in (
+            ([SamplingParams()], "params has 1 entries for 2 prompts"),
+            ([SamplingParams(), 3], "params=3 must be a SamplingParams"),
+        ):
+            with pytest.raises(InvalidRequest, match=message):
+                begin([[5], [6]], params)
+        assert engine.stats().prompt_tokens == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_prompts_of_one_call_give_what_each_gives_alone(mode):
     prompts = [[5, 6], [7] * 9, [8], list(range(20))]
@@ -88,6 +110,37 @@ def test_prompts_of_one_call_give_what_each_gives_alone(mode):
             assert [output.prompt_token_ids for output in outputs] == prompts
         mixed = [kind(prompt) for kind, prompt in zip(kinds, prompts, strict=True)]
         assert [output.token_ids for output in engine.generate(mixed, params)] == alone
+
+
+class Tagged(np.ndarray):
+    """A user's kind of array, which is its own in whatever is made of it."""
+
+    data = None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arrays_of_other_kinds_than_numpys_own(mode, tmp_path):
+    """Such a prompt ended the engine: what is made of it was of its kind, too."""
+    plain, params = np.arange(3, 20, dtype=np.int32), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    plain.tofile(tmp_path / "ids")
+    kinds = [
+        np.memmap(tmp_path / "ids", np.int32, "r"),
+        plain.view(Tagged),
+        plain.view(np.recarray),
+        np.ma.array(plain),
+        np.ma.array(plain.astype(np.uint8)),
+    ]
+    with running(mode) as engine:
+        expected = engine.generate(plain, params)[0].token_ids
+        for ids in kinds:
+            assert engine.submit(ids, params).result(PATIENCE).token_ids == expected
+            outputs = engine.generate([ids, ids, plain], params)
+            assert [output.token_ids for output in outputs] == [expected] * 3
+        masked = np.ma.array(plain, mask=[False, True] + [False] * 15)
+        for refused in (lambda: engine.submit(masked), lambda: engine.generate([masked, masked])):
+            with pytest.raises(InvalidRequest, match=r"prompt\[1\]=masked must be an integer"):
+                refused()
+        assert engine.generate(plain, params)[0].token_ids == expected
 
 
 IDS = st.one_of(st.integers(0, 96), st.integers(), st.booleans(), st.floats(), st.none(), st.just("a"))

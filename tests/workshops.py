@@ -1,7 +1,7 @@
 """What the tests of the scheduler on a paper device share."""
 
 import pytest
-from paper_device import Workshop
+from workshop import Workshop
 
 from twostroke.plan import Plan
 

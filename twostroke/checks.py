@@ -74,8 +74,12 @@ def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: in
 
 def _as_integers(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return `ids` as an array of integers, or raise `InvalidRequest` for the first that is none."""
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.ndim == 1:
-        return ids
+    # NOTE: a masked array is looked at one by one: what is masked there is no number. Of other kinds of arrays only the
+    # plain part is taken, since the loop cannot do with what a user's kind makes of an operation.
+    if isinstance(ids, np.ndarray) and not isinstance(ids, np.ma.MaskedArray):
+        ids = np.asarray(ids)
+        if ids.dtype.kind in "iu" and ids.ndim == 1:
+            return ids
     # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word; but not where
     # all are plain, since every prompt comes through here while the loop may wait for the interpreter's lock.
     plain = set(map(type, ids)) <= {int}

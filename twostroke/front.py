@@ -137,7 +137,7 @@ class Front:
             InvalidRequest: a prompt or a parameter was refused; nothing was started.
             EngineDead, EngineClosed: the engine has ended.
         """
-        handles = self._make_handles(prompts, params)
+        handles = self._make_handles(prompts, _params_for(params, len(prompts)))
         self._start(handles)
         return handles
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -141,8 +141,9 @@ class Terms:
 class KnownTerms:
     """Terms by the parameters that they are of: while a request has them, the same object is not checked again.
 
-    Only what nobody can have changed since is known: parameters that Python can hash. They are known by their identity,
-    since equal ones need not all be valid: True == 1.
+    Only what nobody can have changed since is known: plain values, and tuples of them. What Python can hash need not be
+    constant: an object that does not say when it equals another is hashed by its identity. Parameters are known by
+    theirs, since equal ones need not all be valid: True == 1.
 
     Args:
         create: makes terms of parameters, or refuses them.
@@ -157,17 +158,15 @@ class KnownTerms:
         if (known := self._known.get(id(params))) is not None:
             return known
         terms = self._create(params)
-        if terms.params is params and _is_constant(params):
+        if terms.params is params and all(_is_constant(getattr(params, each.name)) for each in fields(params)):
             self._known[id(params)] = terms
         return terms
 
 
-def _is_constant(params: SamplingParams) -> bool:
-    try:
-        hash(params)
-    except Exception:  # whatever a user's objects raise
-        return False
-    return True
+def _is_constant(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return value is None or type(value) in (bool, int, float, str, range)
 
 
 _LEDGER_PARAMETERS = (

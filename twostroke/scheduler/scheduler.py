@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ..cache.block_pool import BlockPool
 from ..cache.host_tier import HostTier
 from ..cache_groups import CacheGroups
 from ..errors import InvalidRequest
 from ..held_input import HeldInput
-from ..logprob_record import NO_RECORDS
-from ..plan import LEDGER_FEATURES, Flag, Plan, StepOutput
+from ..plan import LEDGER_FEATURES, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
 from .audit import Audit
 from .batch import Batch
+from .commits import Commits
 from .committed import NOTHING, Committed
+from .endings import Endings
 from .forks import Forks
 from .gate import Gate
 from .held import Constraints
@@ -33,11 +31,7 @@ from .stats import SchedulerStats
 from .step_costs import StepCosts
 from .weight_versions import WeightVersions
 
-_TOKEN, _STOP, _ERROR = int(Flag.TOKEN), int(Flag.STOP), int(Flag.ERROR)
-
 FIRST_COME = FirstCome()
-
-BAD_LOGITS = "the logits held a NaN or an infinity, or left no token to sample"
 
 
 class Scheduler:
@@ -119,6 +113,8 @@ class Scheduler:
         self._policy = policy
         self.gate = Gate(self.waiting)
         self.weights = WeightVersions(self.batch, self.waiting)
+        self._endings = Endings(self.batch, self.waiting, self.gate, self.forks, self.weights)
+        self._commits = Commits(self.batch, self.waiting, self.forks, self._endings)
         self._arrivals = 0
         self._stalled = False
         self._audit = Audit(self) if debug else None
@@ -163,7 +159,7 @@ class Scheduler:
         if sample.state is SampleState.FINISHED or sample.timings.admitted is not None:
             return NOTHING
         seconds = sample.request.params.queue_timeout
-        self._end(sample, FinishReason.ERROR, f"queue_timeout={seconds} s went by before it could begin to run")
+        self._endings.end(sample, FinishReason.ERROR, f"queue_timeout={seconds} s went by before it could begin to run")
         return Committed([sample], [], NO_TOKENS)
 
     def abandon(self, reason: FinishReason = FinishReason.CANCELLED, error: str | None = None) -> Committed:
@@ -171,7 +167,7 @@ class Scheduler:
         every = {*self.batch.row_of, *self.waiting, *self.gate.outside, *self.forks.pending_samples()}
         samples = sorted(every, key=lambda sample: sample.order)
         for sample in samples:
-            self._end(sample, reason, error)
+            self._endings.end(sample, reason, error)
         return Committed(samples, [], NO_TOKENS)
 
     def stream(self, sample: Sample) -> Committed:
@@ -291,116 +287,20 @@ class Scheduler:
             self._audit.planned(plan)
         return plan
 
-    # -- Committing ----------------------------------------------------------------------------------------------
-
     def commit(self, plan: Plan, output: StepOutput) -> Committed:
         """Take the output of the oldest step in flight.
 
         Raises:
             RuntimeError: the step is not the next one to commit, or its output contradicts the plan.
         """
-        batch = self.batch
-        if plan.step != batch.committed_step + 1 or plan.step > batch.launched_step:
-            raise RuntimeError(
-                f"step {plan.step} committed after {batch.committed_step}, launched {batch.launched_step}"
-            )
         self._stalled = False
-        sampled = self.rows.confirm(plan)
-        if not len(sampled) == len(output.tokens) == len(output.flags):
-            raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
-        batch.committed_step = plan.step
-        # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
-        self.rows.write_tokens(sampled, output.tokens)
-        handed = self.rows.streamed(sampled, output)
-        if batch.held.forced:
-            handed = batch.held.hand_over(plan, sampled, output.flags, *handed)
-        scored: tuple[list[Sample], np.ndarray] = ([], NO_RECORDS)
-        finished: list[Sample] = []
-        if len(plan.scores):
-            scored = self.rows.scored(plan, output)
-            finished = self._end_badly_scored(*scored)
-        if len(sampled) > plan.num_lanes:
-            lived = output.flags[plan.num_lanes :] != 0  # those of late rows are 0, and will be computed again
-            prompts, flags = sampled[plan.num_lanes :][lived], output.flags[plan.num_lanes :][lived]
-            self.rows.stamp_first_tokens(prompts)
-            self.prefixes.publish_prompts(prompts, flags)
-            self._release_forks(prompts)
-            batch.slide_prompts(prompts)
-        finished += self._end_flagged(sampled, output.flags)
-        if batch.held.late:
-            batch.held.committed(plan)
-        if batch.draining:
-            batch.drain()
-        batch.return_releases()
+        committed = self._commits.commit(plan, output)
         if self._audit is not None:
             self._audit.committed(plan)
-        return Committed(finished, *handed, *scored)
-
-    def _release_forks(self, rows: np.ndarray) -> None:
-        """The prompts of `rows`, intp [S], are computed: samples that waited for that join the queue."""
-        for sample in self.rows.samples[rows].tolist():
-            if sample is not None:
-                for fork in self.forks.release(sample):
-                    self.waiting.push(fork)
-
-    def _end_badly_scored(self, samples: list[Sample], scores: np.ndarray) -> list[Sample]:
-        """End the samples whose prompt had bad logits; what was computed of it is of no use to anybody."""
-        bad = np.flatnonzero(np.isnan(scores["logprob"])).tolist()
-        ended = list(dict.fromkeys(samples[place] for place in bad))
-        for sample in ended:
-            self.rows.publishes[self.batch.row_of[sample]] = False
-            self._end(sample, FinishReason.ERROR, BAD_LOGITS)
-        return ended
-
-    def _end_flagged(self, sampled: np.ndarray, flags: np.ndarray) -> list[Sample]:
-        """End the samples whose flags say so; rows whose sample has ended before are skipped."""
-        finished: list[Sample] = []
-        ended = flags != _TOKEN
-        if not np.count_nonzero(ended):
-            return finished
-        for place in np.flatnonzero(ended).tolist():
-            row, flag = int(sampled[place]), int(flags[place])
-            if not self.rows.alive[row]:
-                continue
-            sample = self.rows.samples[row]
-            if flag & _ERROR:
-                # The position is confirmed, but gave no token; those that were forced behind it do not count.
-                drop = self.rows.known(row) - int(self.rows.confirmed[row])
-                self._end(sample, FinishReason.ERROR, self.batch.held.failure(sample) or BAD_LOGITS, drop=drop, bad=1)
-            elif flag & _TOKEN:
-                self._end(sample, FinishReason.STOP if flag & _STOP else FinishReason.LENGTH)
-            elif sample in self.batch.held.late:
-                continue
-            else:
-                raise RuntimeError(f"row {row} lives, but the device says that it is dead")
-            finished.append(sample)
-        return finished
-
-    # -- Ending --------------------------------------------------------------------------------------------------
+        return committed
 
     def _end_by_command(self, sample: Sample, reason: FinishReason) -> Committed:
         if sample.state is SampleState.FINISHED or sample.order < 0:  # or it was refused, and is cancelled all the same
             return NOTHING
-        self._end(sample, reason)
+        self._endings.end(sample, reason)
         return Committed([sample], [], NO_TOKENS)
-
-    def _end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0, bad: int = 0) -> None:
-        """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them.
-
-        `bad` as in `Prefixes.publish`.
-        """
-        tokens = self.batch.known_tokens(sample)
-        sample.tokens = tokens[: len(tokens) - drop]
-        self.batch.leave(sample, bad)
-        waited = sample.state is SampleState.WAITING and not self.forks.is_pending(sample)
-        if (heir := self.forks.ended(sample)) is not None:
-            heir.score_prompt()
-            self.waiting.push(heir)
-        sample.chain.clear()
-        self.weights.mark_end(sample)
-        sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
-        if waited:
-            self.gate.count_out(sample)
-        if sample.timings.admitted is None:
-            self.batch.count_begun(sample)
-        sample.timings.finished = time.perf_counter()
