@@ -137,6 +137,22 @@ def test_paused_requests_can_be_cancelled_and_time_out(mode, models):
         quiet(engine)
 
 
+@every_mode
+def test_a_drain_begins_no_sample_in_the_place_of_one_that_is_cancelled(mode, models, old):
+    with running(mode, models[0], num_blocks=64, max_rows=4) as engine:
+        engine.pause("drain")
+        handle = engine.submit(PROMPTS[0], greedy(n=3))
+        handle.cancel(0)
+        other = engine.submit([5], greedy(queue_timeout=0.05))
+        assert other.result(PATIENCE).finish_reason == FinishReason.ERROR, "the cancel before it has been done"
+        assert (engine.stats().waiting, engine.stats().steps) == (2, 0)
+        engine.resume()
+        cancelled, *others = handle.result(PATIENCE).outputs
+        assert cancelled.finish_reason == FinishReason.CANCELLED
+        assert [sample.token_ids for sample in others] == [old[0]] * 2
+        quiet(engine)
+
+
 def test_an_unknown_mode_is_refused_and_resuming_what_runs_does_nothing(models):
     with running("async", models[0], num_blocks=64) as engine:
         with pytest.raises(InvalidRequest, match="mode='abort' must be 'keep' or 'drain'"):

@@ -120,6 +120,48 @@ def test_f18_forks_and_others_are_preempted_and_come_back(depth):
 
 
 @every_depth
+def test_an_heir_begins_no_earlier_than_its_request(depth):
+    """The first sample ends before it has begun, while others drain: the next one waits outside in its place."""
+    for hold_first in (True, False):
+        shop = Workshop(depth=depth, max_rows=1)
+        running = shop.submit(10, 20)
+        shop.turn()
+        early = [] if hold_first else [shop.submit(10, 6, n=3)]
+        if not hold_first:
+            shop.cancel(early[0])
+        quiet = shop.hold(drain=True)
+        if hold_first:
+            early = [shop.submit(10, 6, n=3)]
+            shop.cancel(early[0])
+        while not quiet:
+            shop.turn()
+        assert running.state is SampleState.FINISHED
+        assert [sample.timings.admitted for sample in shop.samples[1:]] == [None] * 3
+        assert shop.scheduler.stats().waiting == 2
+        shop.cancel(shop.samples[2])
+        assert shop.scheduler.stats().waiting == 1
+        shop.release()
+        finish(shop)
+        assert shop.samples[3].finish_reason is FinishReason.LENGTH
+
+
+@every_depth
+def test_an_heir_of_a_request_that_has_begun_goes_on_while_others_drain(depth):
+    shop = Workshop(depth=depth, max_rows=1, max_step_tokens=4)
+    first = shop.submit(10, 6, n=2)
+    shop.turn()
+    assert first.timings.admitted is not None
+    shop.cancel(first)
+    quiet = shop.hold(drain=True)
+    shop.submit(5, 3)
+    while not quiet:
+        shop.turn()
+    assert [sample.state is SampleState.FINISHED for sample in shop.samples] == [True, True, False]
+    shop.release()
+    finish(shop)
+
+
+@every_depth
 def test_abandon_reports_every_sample_once(depth):
     shop = Workshop(depth=depth, max_rows=2)
     shop.submit(10, 6, n=4)

@@ -8,7 +8,6 @@ from ..request import FinishReason, Sample, SampleState
 from .batch import Batch
 from .forks import Forks
 from .gate import Gate
-from .queue import Queue
 from .weight_versions import WeightVersions
 
 
@@ -16,14 +15,13 @@ class Endings:
     """Ends samples, wherever they stand.
 
     Args:
-        batch: the samples that have rows. waiting, gate: those that have none, and those of them that stand outside.
+        batch: the samples that have rows. gate: in front of those that have none.
         forks: those that wait for another one's prompt.
         weights: notes which of them gave a sample's tokens.
     """
 
-    def __init__(self, batch: Batch, waiting: Queue, gate: Gate, forks: Forks, weights: WeightVersions) -> None:
+    def __init__(self, batch: Batch, gate: Gate, forks: Forks, weights: WeightVersions) -> None:
         self._batch = batch
-        self._waiting = waiting
         self._gate = gate
         self._forks = forks
         self._weights = weights
@@ -37,14 +35,14 @@ class Endings:
         sample.tokens = tokens[: len(tokens) - drop]
         self._batch.leave(sample, bad)
         waited = sample.state is SampleState.WAITING and not self._forks.is_pending(sample)
-        if (heir := self._forks.ended(sample)) is not None:
-            heir.score_prompt()
-            self._waiting.push(heir)
-        sample.chain.clear()
-        self._weights.mark_end(sample)
         sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, reason, error
         if waited:
             self._gate.count_out(sample)
+        if (heir := self._forks.ended(sample)) is not None:
+            heir.score_prompt()
+            self._gate.push(heir)
+        sample.chain.clear()
+        self._weights.mark_end(sample)
         if sample.timings.admitted is None:
             self._batch.count_begun(sample)
         sample.timings.finished = time.perf_counter()

@@ -15,12 +15,14 @@ class _Family:
     Attributes:
         members: all of them. pending: those that wait for the prompt. Both in the order of their indices.
         promised: free rows that are kept for those which never had one.
+        begun: whether one of them, or one that has ended, had a row.
     """
 
     def __init__(self) -> None:
         self.members: dict[Sample, None] = {}
         self.pending: dict[Sample, None] = {}
         self.promised = 0
+        self.begun = False
 
 
 class Forks:
@@ -67,6 +69,11 @@ class Forks:
         family = self._families.get(sample.request.id)
         return family is not None and sample in family.pending
 
+    def has_begun(self, sample: Sample) -> bool:
+        """Whether `sample`, which has not ended, or another one of its request has had a row."""
+        family = self._families.get(sample.request.id)
+        return sample.timings.admitted is not None if family is None else family.begun
+
     def rows_for(self, sample: Sample) -> int:
         """How many rows are free for `sample`, which are not promised to others."""
         family = self._families.get(sample.request.id)
@@ -99,6 +106,7 @@ class Forks:
         family = self._families.get(sample.request.id)
         if family is None:
             return
+        family.begun = True
         free = len(self._batch.rows.free) - self.promised + family.promised
         self._promise(family, min(len(family.pending), free) if family.pending else max(0, family.promised - 1))
 

@@ -17,10 +17,15 @@ class Gate:
     shut      nothing is planned; what runs keeps its row and its blocks
 
     While it is not open, samples that have not begun stand outside, and not in the queue.
+
+    Args:
+        queue: behind the gate.
+        has_begun: whether a sample that waits, or another one of its request, has run already.
     """
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, has_begun: Callable[[Sample], bool]) -> None:
         self._queue = queue
+        self._has_begun = has_begun
         self._outside: Queue | None = None
         self._drains: dict[str, bool] = {}
         self._calls: dict[str, list[Callable[[], None]]] = defaultdict(list)
@@ -43,12 +48,16 @@ class Gate:
         return len(self._outside or ())
 
     def push(self, sample: Sample) -> None:
-        """Let a new sample wait."""
-        (self._queue if self._outside is None else self._outside).push(sample)
+        """Let a sample wait that was not in the queue so far."""
+        self._place_of(sample).push(sample)
 
     def count_out(self, sample: Sample) -> None:
         """Note that a waiting sample has ended."""
-        (self._queue if self._outside is None or _has_begun(sample) else self._outside).count_out()
+        self._place_of(sample).count_out()
+
+    def _place_of(self, sample: Sample) -> Queue:
+        """Where a sample stands that waits."""
+        return self._queue if self._outside is None or self._has_begun(sample) else self._outside
 
     def is_awaited(self, *, begun: bool) -> bool:
         """Whether somebody waits for quiet, and not for what has begun while that is kept out; see `settle`."""
@@ -59,7 +68,7 @@ class Gate:
         self._drains[name] = drain
         self._calls[name].append(on_quiet)
         if self._outside is None:
-            self._outside = self._queue.part(_has_begun)
+            self._outside = self._queue.part(self._has_begun)
 
     def release(self, name: str) -> None:
         """Take back a hold, if there is one; who waits for it waits no longer."""
@@ -78,8 +87,3 @@ class Gate:
     def _call(self, name: str) -> None:
         for call in self._calls.pop(name, ()):
             call()
-
-
-def _has_begun(sample: Sample) -> bool:
-    """Whether a sample that waits, or its request, has run already."""
-    return sample.index > 0 or sample.timings.admitted is not None

@@ -111,9 +111,9 @@ class Scheduler:
         )
         self._costs = costs
         self._policy = policy
-        self.gate = Gate(self.waiting)
+        self.gate = Gate(self.waiting, self.forks.has_begun)
         self.weights = WeightVersions(self.batch, self.waiting)
-        self._endings = Endings(self.batch, self.waiting, self.gate, self.forks, self.weights)
+        self._endings = Endings(self.batch, self.gate, self.forks, self.weights)
         self._commits = Commits(self.batch, self.waiting, self.forks, self._endings)
         self._arrivals = 0
         self._stalled = False
