@@ -107,6 +107,7 @@ BAD_PARAMETERS = [
     *[("seed", value) for value in (-1, 2**64, 1.5, "1")],
     *[("priority", value) for value in (-1001, 1001, 1.5, "1", None, True, 1)],
     *[("queue_timeout", value) for value in (0, -1, math.nan, math.inf, "1", True)],
+    *[("cache_salt", value) for value in ("", "x" * 257, "\ud800", b"a", 5, True)],
     *[(name, value) for name in ("ignore_eos", "include_stop", "skip_special_tokens") for value in (1, None, "no")],
     *[("stop", value) for value in ("", [""], 5, b"ab", [b"ab"], {"ab"}, [3], [None], "x" * 257)],
     *[("stop_token_ids", value) for value in (None, 5, "ab", [VOCABULARY], [-1], [1.5], [True], list(range(33)))],

@@ -49,6 +49,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "n": st.sampled_from([1, 2, 1024]),
     "priority": st.sampled_from([-1000, 0, 1000]),
     "queue_timeout": st.none() | st.sampled_from([1e-9, 5, 1e300]),
+    "cache_salt": st.none() | st.sampled_from(["a", "ä" * 256]),
     "structured": st.sampled_from(
         [
             StructuredOutput(json_schema={"type": "object", "properties": {"a": {"const": 2**70}}}),

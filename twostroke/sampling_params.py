@@ -21,6 +21,8 @@ MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 """Characters of a stop string."""
 
+MAX_SALT_CHARS = 256
+
 SEED_BITS = 64
 
 MAX_SAMPLES = 1024
@@ -86,6 +88,8 @@ class SamplingParams:
             an engine with `policy="priority"`, but for 0.
         queue_timeout: seconds that a sample may wait before it begins to run, > 0; it ends with `error` after that.
             None is the engine's.
+        cache_salt: who may share what the prefix cache knows: only requests with the same text here find each other's
+            blocks, so nobody else can tell by their times what they asked; 1 to 256 characters. None is one more text.
         structured: what the text must be. Once it is complete, only end-of-sequence and stop token ids are allowed.
             Needs a tokenizer.
         max_thinking_tokens: most tokens between the begin and the end of thinking, >= 0; then `thinking_end` is forced.
@@ -127,6 +131,7 @@ class SamplingParams:
     n: int = 1
     priority: int = 0
     queue_timeout: float | None = None
+    cache_salt: str | None = None
     structured: StructuredOutput | None = None
     max_thinking_tokens: int | None = None
     thinking_start: str | Sequence[int] | None = None
@@ -167,6 +172,8 @@ class SamplingParams:
         require_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if self.queue_timeout is not None and require_number("queue_timeout", self.queue_timeout) <= 0:
             raise InvalidRequest(f"queue_timeout={shown(self.queue_timeout)} must be more than 0 seconds")
+        if self.cache_salt is not None:
+            _check_salt(self.cache_salt)
         if self.seed is not None:
             require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
@@ -228,6 +235,12 @@ _INTERVALS = (
 
 def _fixed(marker: str | Sequence[int] | None) -> str | Sequence[int] | None:
     return marker if marker is None or isinstance(marker, str) else tuple(marker)
+
+
+def _check_salt(salt: object) -> None:
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise InvalidRequest(f"cache_salt={shown(salt)} must be a string of 1 to {MAX_SALT_CHARS} characters")
+    require_utf8("cache_salt", salt)
 
 
 def _check_bias(bias: Mapping[int, float] | None) -> None:

@@ -75,6 +75,11 @@ class Terms:
         return 0 if self.params.prompt_logprobs is None else 1 + self.params.prompt_logprobs
 
     @cached_property
+    def namespace(self) -> bytes:
+        """What the prefix cache keeps apart, see `PrefixCache`."""
+        return (self.params.cache_salt or "").encode()
+
+    @cached_property
     def follows(self) -> bool:
         """Whether delivery must have its tokens as they come: it searches them, or collects what comes with them."""
         return bool(self.stops or self.wanted_logprobs)

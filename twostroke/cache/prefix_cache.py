@@ -42,6 +42,9 @@ class PrefixCache:
         tokens   t0 ... t15 | t16 ... t31 | t32 ... t40
         chain    d0 = H(t0 ... t15), d1 = H(d0, t16 ... t31); the last block is not full
 
+    In a *namespace* other than b"" the first digest is also of the namespace's: chains of two of them have nothing in
+    common.
+
     Each cache group has blocks of its own for the same tokens: a block's *key* is its digest and its group.
 
     Of several blocks with one content only the first to be published is known here. A known block is in use, or idle: a
@@ -82,7 +85,15 @@ class PrefixCache:
         """All known blocks."""
         return list(self._block_of.values())
 
-    def find(self, chain: list[bytes], tokens: np.ndarray, most: int, elsewhere: Elsewhere = nowhere) -> int:
+    def find(
+        self,
+        chain: list[bytes],
+        tokens: np.ndarray,
+        most: int,
+        elsewhere: Elsewhere = nowhere,
+        *,
+        namespace: bytes = b"",
+    ) -> int:
         """Return how many blocks, `most` or fewer, at the beginning of `tokens`, int32 [N], need not be computed.
 
         All of them are known, here or `elsewhere`, in the groups that see everything. In a group with a window those
@@ -99,7 +110,7 @@ class PrefixCache:
         count = 0
         while count < most:
             if count == len(chain):
-                self._extend(chain, content)
+                self._extend(chain, content, namespace)
             if not all(knows(count, group) for group in self._full):
                 break
             count += 1
@@ -120,20 +131,25 @@ class PrefixCache:
         """The blocks that `keys` stand for, int32 [n]; the dummy block for those that are not known here."""
         return np.array([self._block_of.get(key, DUMMY_BLOCK) for key in keys], np.int32)
 
-    def extend(self, chain: list[bytes], tokens: np.ndarray, count: int) -> None:
+    def extend(self, chain: list[bytes], tokens: np.ndarray, count: int, *, namespace: bytes = b"") -> None:
         """Extend `chain`, as in `find`, to the first `count` blocks of `tokens`."""
         content = tokens.data.cast("B")
         while len(chain) < count:
-            self._extend(chain, content)
+            self._extend(chain, content, namespace)
 
     def publish(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Make `blocks` known, full blocks that hold what `keys` stand for, but where another one is known already."""
         for key, block in zip(keys, blocks, strict=True):
             self._block_of.setdefault(key, block)
 
-    def _extend(self, chain: list[bytes], content: memoryview) -> None:
+    def _extend(self, chain: list[bytes], content: memoryview, namespace: bytes) -> None:
         at = len(chain) * self._size
-        chain.append(self._hash((chain[-1] if chain else b"") + content[at : at + self._size]).digest())
+        before = chain[-1] if chain else self._root(namespace)
+        chain.append(self._hash(before + content[at : at + self._size]).digest())
+
+    def _root(self, namespace: bytes) -> bytes:
+        """What stands before the first block. No tokens have this digest: BLAKE2b is told what it is for."""
+        return self._hash(namespace, person=b"namespace").digest() if namespace else b""
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         """Take the known blocks of `keys` into use; returns of each whether it was idle."""

@@ -80,6 +80,7 @@ class SamplingFlags:
     queue_timeout: Annotated[float | None, sampling_flag("Seconds to wait for a turn, at most.")] = (
         DEFAULTS.queue_timeout
     )
+    cache_salt: Annotated[str | None, sampling_flag("Share the prefix cache with requests of this text alone.")] = None
     best_of: Annotated[int | None, sampling_flag("Samples to run, of which the n likeliest are shown.")] = None
     logprobs: Annotated[
         int | None, sampling_flag("With --json: log-probability of each token, and of so many of the likeliest.")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cache.block_pool import BlockPool, BlockRun
-from ..cache.prefix_cache import keys_of
+from ..cache.prefix_cache import Elsewhere, keys_of, nowhere
 from ..plan import DUMMY_BLOCK, Flag
 from ..request import Sample
 from .rows import RowTable
@@ -84,7 +84,7 @@ class Prefixes:
         most = (len(sample.tokens) - 1) // size
         if sample.scored < sample.prompt_len - 1:
             most = min(most, sample.scored // size)
-        here = self._cache.find(sample.chain, sample.tokens, most)
+        here = self._look(sample, most)
         count = self._find_on_host(sample, most, here)
         chain = sample.chain[:count]
         keys = [keys_of(chain[first:], group) for group, first in enumerate(self._rows.firsts(count))]
@@ -95,7 +95,11 @@ class Prefixes:
         """How many first blocks are known, on device or host; `here`, on the device, if to bring back does not pay."""
         if self._tier is None or not self._tier.costs.pays(1):
             return here
-        return self._cache.find(sample.chain, sample.tokens, most, self._tier.has)
+        return self._look(sample, most, self._tier.has)
+
+    def _look(self, sample: Sample, most: int, elsewhere: Elsewhere = nowhere) -> int:
+        namespace = sample.request.terms.namespace
+        return self._cache.find(sample.chain, sample.tokens, most, elsewhere, namespace=namespace)
 
     def nothing(self) -> Start:
         """Where a sample begins that computes everything."""
@@ -135,8 +139,9 @@ class Prefixes:
 
     def _publish_blocks(self, row: int, count: int) -> None:
         """Publish the first `count` blocks of `row`, as far as it has them."""
-        rows, chain = self._rows, self._rows.samples[row].chain
-        self._cache.extend(chain, rows.tokens[row], count)
+        rows, sample = self._rows, self._rows.samples[row]
+        chain: list[bytes] = sample.chain
+        self._cache.extend(chain, rows.tokens[row], count, namespace=sample.request.terms.namespace)
         for group, first in enumerate(rows.first[:, row].tolist()):
             keys = keys_of(chain[first:count], group)
             self._cache.publish(keys, rows.blocks[group, row, first : first + len(keys)].tolist())
