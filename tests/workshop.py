@@ -170,7 +170,13 @@ class Workshop:
     # -- Steps
 
     def turn(self) -> bool:
-        """Plan and launch a step, commit what the depth says; False if nothing was planned and nothing in flight."""
+        """Plan and launch a step, commit what the depth says; False if nothing was planned and nothing in flight.
+
+        As the loops do, it plans nothing while all slots are taken: what was launched by itself is committed first.
+        """
+        if len(self.in_flight) == self.depth:
+            self.commit()
+            return True
         plan = self.launch()
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
             self.commit()
