@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,7 @@ from watching import PATIENCE, wait_until
 
 from twostroke import Engine, EngineDead, InvalidConfig, QueueFull, SamplingParams
 from twostroke.server.api_process import EngineSeat, Task
+from twostroke.server.api_processes import ApiProcesses
 from twostroke.server.board import WAITING
 from twostroke.server.engine_child import EngineChild, hang_up
 from twostroke.server.metrics import Metrics, make_board
@@ -352,6 +354,43 @@ def test_an_api_process_that_fails_ends_and_one_whose_engine_dies_takes_another(
         engine.submit([3])
 
 
+def test_a_process_that_cannot_be_started_now_is_started_later(monkeypatch):
+    """A system without memory or files for it for a moment: the others go on, and the server does, too."""
+    started, ends = [], [asyncio.Event() for _ in range(3)]
+
+    class Child:
+        def __init__(self, *task: Any) -> None:
+            if len(started) == 1:
+                started.append(None)
+                raise OSError(errno.EMFILE, "Too many open files")
+            self.end = ends[len(started)]
+            started.append(self)
+
+        async def listening(self) -> None:
+            return
+
+        async def ended(self) -> int:
+            await self.end.wait()
+            return -9
+
+    monkeypatch.setattr("twostroke.server.api_processes.ApiChild", Child)
+    monkeypatch.setattr("twostroke.server.supervisor.FIRST_DELAY", 0.01)
+
+    async def run(listener: socket.socket) -> None:
+        processes = ApiProcesses(ServerSettings(), 7, [listener])
+        await processes.start()
+        ends[0].set()
+        keeping = asyncio.ensure_future(processes.keep())
+        async with asyncio.timeout(PATIENCE):
+            while len(started) < 3:
+                await asyncio.sleep(0.01)
+        assert not keeping.done()
+        keeping.cancel()
+
+    with socket.socket() as listener:
+        asyncio.run(run(listener))
+
+
 # The board
 
 
@@ -398,9 +437,10 @@ def test_metrics_of_two_processes_and_two_engines():
 # The setting
 
 
-@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("value", [0, -1, 65, 10**6])
 def test_numbers_of_processes_that_are_refused(value):
-    with pytest.raises(InvalidConfig, match=f"api_processes={value} must be >= 1"):
+    """So many as the last had the system run out of files, with no word of the setting."""
+    with pytest.raises(InvalidConfig, match=rf"api_processes={value} must be in \[1, 64\]"):
         ServerSettings(api_processes=value).validate()
 
 

@@ -95,9 +95,9 @@ class ApiProcesses:
             self._board.at(place).own[WAITING] = 0
             _log.error("an API process has ended, with exit code %s; starting another", code)
             await asyncio.sleep(failures.delay())
-            child = self._start(place)
             try:
+                child = self._start(place)
                 await child.listening()
                 failures.started()
-            except TwostrokeError as error:
+            except (TwostrokeError, OSError) as error:
                 _log.error("the API process did not start: %s", error)

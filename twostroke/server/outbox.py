@@ -17,12 +17,15 @@ from ..request import Sample
 from ..scheduler.committed import NOTHING, Committed
 from .wire import Begun, Died, Ended, FromEngine, Look, Outputs, Stats, encode
 
+_PATIENCE = 1000
+"""Commits that may wait for the thread before those that have nothing for its process are left out."""
+
 
 class Outbox:
     """Sends one API process what the loop committed of its samples. The loop's thread only queues.
 
     What is committed while the last message is still on its way becomes one message, so an API process that cannot keep
-    up gets fewer and larger ones, and holds up nobody.
+    up gets fewer and larger ones, and holds up nobody. One that stands still has no more waiting for it than its own.
 
     Args:
         connection: to the API process.
@@ -46,7 +49,7 @@ class Outbox:
 
     def put(self, committed: Committed | None) -> None:
         """Send what a commit's result has for this process; called by the loop."""
-        if committed is not None and (committed.finished or committed.streamed or committed.scored):
+        if committed is not None and self._takes(committed):
             self._queue.put(committed)
         if self.begun != self._begun_sent:
             self._begun_sent = self.begun
@@ -116,6 +119,12 @@ class Outbox:
         own = np.fromiter((sample.outbox is self for sample in hosted), bool, len(hosted))
         numbers = np.fromiter((sample.number for sample in hosted), np.int64, len(hosted))
         return numbers[own], own
+
+    def _takes(self, committed: Committed) -> bool:
+        """Whether to queue a commit's result. The loop leaves it to the thread whom it concerns, but not without end."""
+        if self._queue.qsize() < _PATIENCE:
+            return bool(committed.finished or committed.streamed or committed.scored)
+        return any(map(self._has, (*committed.finished, *committed.streamed, *committed.scored)))
 
     def _has(self, sample: Sample) -> bool:
         return cast(HostedSample, sample).outbox is self

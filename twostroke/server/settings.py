@@ -13,6 +13,9 @@ from ..errors import InvalidConfig, shown
 DEFAULT_MAX_WAITING = 2048
 """The engine's `max_waiting` where it is not given: a server that is sent more than it can do must say so."""
 
+MAX_API_PROCESSES = 64
+"""More than any engine keeps busy."""
+
 API_KEY_VARIABLE = "TWOSTROKE_API_KEY"
 
 
@@ -59,7 +62,7 @@ class ServerSettings:
             ("max_samples", 1, None),
             ("max_body_bytes", 1, None),
             ("shutdown_timeout", 0, None),
-            ("api_processes", 1, None),
+            ("api_processes", 1, MAX_API_PROCESSES),
         ):
             value = getattr(self, name)
             if not value >= low or (high is not None and value > high):
