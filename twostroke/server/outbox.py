@@ -121,7 +121,7 @@ class Outbox:
         return numbers[own], own
 
     def _takes(self, committed: Committed) -> bool:
-        """Whether to queue a commit's result. The loop leaves it to the thread whom it concerns, but not without end."""
+        """Whether to queue a commit's result. Whom it concerns the thread finds out, unless it stands still."""
         if self._queue.qsize() < _PATIENCE:
             return bool(committed.finished or committed.streamed or committed.scored)
         return any(map(self._has, (*committed.finished, *committed.streamed, *committed.scored)))
