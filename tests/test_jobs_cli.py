@@ -96,6 +96,16 @@ def test_another_input_is_refused(tmp_path):
     assert "input=" in result.stderr
 
 
+@pytest.mark.parametrize("flag", ["--output", "--errors"])
+def test_a_missing_folder_is_refused_before_the_input_is_read(tmp_path, flag):
+    """Nothing was done, so nothing is said of going on."""
+    result = run("-", *TINY, "--output", tmp_path / "out", flag, tmp_path / "absent" / "file")
+    assert result.exit_code == 2
+    assert f"{flag[2:]}='{tmp_path}/absent/file': there is no folder '{tmp_path}/absent'" in result.stderr
+    assert "goes on" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_stdin_may_be_gzipped(tmp_path):
     data = gzip.compress(write_lines(tmp_path / "in", plain(4)).read_bytes())
     for _ in range(2):  # the second time all is there

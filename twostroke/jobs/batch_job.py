@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
-from ..errors import BatchStopped, EngineDead, InvalidConfig
+from ..errors import BatchStopped, EngineDead, InvalidConfig, InvalidRequest
 from ..model.load import DEFAULT_MODEL, max_positions, model_files
 from ..openai.errors import ApiError
 from ..text.tokenizer import find_tokenizer
@@ -69,10 +69,13 @@ class BatchJob:
             progress: show a progress bar on stderr; None: if it is a terminal.
 
         Raises:
-            InvalidRequest: the input cannot be read, or the output is another batch's.
+            InvalidRequest: the input cannot be read, the output has no folder, or is another batch's.
             InvalidConfig, UnsupportedModel: the engine cannot run so.
             BatchStopped: it ended before its last request.
         """
+        for name, path in (("output", self.output), ("errors", self.errors)):
+            if path is not None and not path.parent.is_dir():
+                raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
         with self._explained():
             survey = self._input.survey()
             output = BatchOutput(self.output, self.errors, self._identity(survey.digest))
