@@ -234,6 +234,17 @@ def test_a_trace_is_simulated_too(tmp_path: Path) -> None:
     result = run(*FIT, "--trace", tmp_path / "t.jsonl", "--model", "qwen3-0.6b")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].split()[:3] == ["1", "5", "0"]
+    assert "refused" not in result.stderr
+
+
+def test_it_says_why_requests_are_refused(tmp_path: Path) -> None:
+    lines = ['{"arrival": 0, "prompt_tokens": 9, "output_tokens": 4}']
+    lines += ['{"arrival": 1, "prompt_tokens": 9, "output_tokens": 4, "priority": 1}'] * 2
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    result = run(*FIT, "--trace", tmp_path / "t.jsonl")
+    assert result.stdout.splitlines()[-1].split()[:3] == ["1", "1", "2"]
+    assert "2 refused, the first because priority=1 " in result.stderr
+    assert "refused" not in run(*FIT, "--trace", tmp_path / "t.jsonl", "--policy", "priority").stderr
 
 
 @pytest.mark.parametrize(
@@ -252,6 +263,7 @@ def test_a_trace_is_simulated_too(tmp_path: Path) -> None:
         (("--model", "gpt"), "model='gpt'"),
         (("--memory-bytes", "1e9"), "bytes for the cache"),
         (("--fit", str(min(RESULTS.glob("cpu-demo-*.json")))), "is none of"),
+        (("--fit", "missing.json"), "missing.json cannot be read: No such file"),
         (("--fit", __file__), "is not a result of twostroke bench"),
         (("--trace", "missing.jsonl"), "missing.jsonl"),
     ],

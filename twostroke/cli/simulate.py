@@ -157,6 +157,8 @@ def simulate(
             f"replicas={report.replicas}: {report.requests} requests, {report.steps} steps, simulated in {seconds}",
             err=True,
         )
+        if report.refused:
+            typer.echo(f"{report.refused} refused, the first because {report.measures.refusal}", err=True)
     _print_candidates(found, targets, price)
     if png is not None:
         write_picture([(_label(one), one.report) for one in found], price, png)

@@ -60,10 +60,12 @@ def read_result(path: Path) -> Result:
     """A result that the model can be fitted to, or the simulator held against.
 
     Raises:
-        InvalidConfig: the file holds none.
+        InvalidConfig: the file cannot be read, or holds none.
     """
     try:
         result = Result.read(path)
+    except OSError as error:
+        raise InvalidConfig(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidConfig(f"{path} is not a result of twostroke bench: {type(error).__name__}: {error}") from None
     if result.benchmark not in KNOWN or result.gpu is None:

@@ -16,7 +16,7 @@ class Measures:
         arrived, first, finished: seconds, `NEVER` where it did not happen, one per request.
         outputs: tokens that each gave.
         prompt_tokens: of all requests that were taken.
-        refused: requests that were not.
+        refused: requests that were not. refusal: why the first of them was not; None if all were taken.
         gaps, gap_counts: from one token of a sample to its next, seconds; each as often as its count says.
     """
 
@@ -24,6 +24,7 @@ class Measures:
         self.arrived, self.first, self.finished = array("d"), array("d"), array("d")
         self.outputs = array("q")
         self.prompt_tokens = self.refused = 0
+        self.refusal: str | None = None
         self.gaps, self.gap_counts = array("d"), array("q")
 
     def arrive(self, time: float, prompt_tokens: int) -> int:
@@ -34,6 +35,11 @@ class Measures:
         self.outputs.append(0)
         self.prompt_tokens += prompt_tokens
         return len(self.arrived) - 1
+
+    def refuse(self, reason: str) -> None:
+        """A request is not taken."""
+        self.refused += 1
+        self.refusal = self.refusal or reason
 
     def gap(self, seconds: float, count: int) -> None:
         """So many samples had to wait so long for their next token."""

@@ -72,8 +72,8 @@ class Replica:
             self.clock.rest(arrival.time)
         try:
             request = self._request(arrival)
-        except InvalidRequest:
-            self._measures.refused += 1
+        except InvalidRequest as error:
+            self._measures.refuse(str(error))
             return
         sample = Sample(request)
         sample.timings = Timings(arrival.time)
