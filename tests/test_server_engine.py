@@ -10,12 +10,14 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+import numpy as np
 import psutil
 import pytest
 from watching import PATIENCE, wait_until
 
 from twostroke import Delta, Engine, EngineClosed, EngineDead, InvalidConfig, QueueFull, SamplingParams
-from twostroke.server import engine_process
+from twostroke.server import engine_process, remote_commands
 from twostroke.server.remote_engine import RemoteEngine
 
 TOO_LONG = 1800
@@ -67,6 +69,31 @@ def test_outputs_equal_those_of_an_engine_in_this_process(engine, local):
         assert [token for delta in deltas for token in delta.token_ids] == ids
         assert "".join(delta.text for delta in deltas) == whole
         assert deltas[-1].finish_reason == reason
+
+
+def test_what_the_engine_process_does_not_take_ends_alone(engine, local, monkeypatch):
+    """Should the two processes' checks ever differ, that is the one request's trouble."""
+    entry = remote_commands._entry
+
+    def spoilt(number, request):
+        made = entry(number, request)
+        spoils = request.prompt.tolist() == [8]
+        return msgspec.structs.replace(made, prompt=np.full(3, -4, np.int32).tobytes()) if spoils else made
+
+    monkeypatch.setattr(remote_commands, "_entry", spoilt)
+    prompts, params = [PROMPT, [8], [9]], [greedy(), greedy(n=3), greedy()]
+    outputs = engine.generate(prompts, params)
+    assert [len(sample.token_ids) for sample in outputs[1].outputs] == [0, 0, 0]
+    for sample in outputs[1].outputs:
+        assert sample.finish_reason == "error"
+        assert "prompt" in sample.error
+    for here, there in zip(local.generate([PROMPT, [9]], greedy()), (outputs[0], outputs[2]), strict=True):
+        assert there.token_ids == here.token_ids
+    stream = engine.stream([8], greedy())
+    assert [delta.finish_reason for delta in stream] == ["error"]
+    stream.cancel()
+    assert engine._submitted == engine._remote.begun
+    wait_until(lambda: idle(engine))
 
 
 def test_samples_of_one_prompt_are_those_of_an_engine_in_this_process(engine, local):

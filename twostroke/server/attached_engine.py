@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,8 +18,9 @@ from ..constraints.constraints import Constraints
 from ..errors import EngineClosed, EngineDead, TwostrokeError
 from ..front import Front
 from ..logprob_record import LOGPROB_RECORD
-from ..request import Sample, SampleState
+from ..request import FinishReason, Sample, SampleState
 from ..scheduler.committed import Committed
+from ..scheduler.draft import NO_TOKENS
 from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
 from .engine_child import CLOSE_SECONDS, hang_up
@@ -35,6 +37,7 @@ from .wire import (
     Outputs,
     Ready,
     Stats,
+    Unfit,
     decode_from_engine,
 )
 
@@ -148,14 +151,19 @@ class AttachedEngine(Front):
         elif isinstance(message, Look):
             self._questions.popleft().set_result(message)
         elif isinstance(message, Begun):
-            self._remote.begun = message.count
+            self._remote.count_begun(message.count)
+        elif isinstance(message, Unfit):
+            self._deliver(Committed(self._refuse(message), [], NO_TOKENS))
         elif isinstance(message, Outputs):
             streamed, scored = self._samples(message.streamed), self._samples(message.scored)
             records, scores = (np.frombuffer(part, LOGPROB_RECORD) for part in (message.records, message.scores))
             finished = [self._finish(ended) for ended in message.ended]
             tokens = np.frombuffer(message.tokens, np.int32)
-            self._delivery.put(Committed(finished, streamed, tokens, records, scored, scores))
-            self._delivery.settle()
+            self._deliver(Committed(finished, streamed, tokens, records, scored, scores))
+
+    def _deliver(self, committed: Committed) -> None:
+        self._delivery.put(committed)
+        self._delivery.settle()
 
     def _samples(self, numbers: bytes) -> list[Sample]:
         return [self._remote.sample(number) for number in np.frombuffer(numbers, np.int64).tolist()]
@@ -170,6 +178,14 @@ class AttachedEngine(Front):
         times = sample.timings
         times.admitted, times.first_token, times.finished = ended.admitted, ended.first_token, ended.finished
         return sample
+
+    def _refuse(self, unfit: Unfit) -> list[Sample]:
+        """End the samples of a request that was admitted here, and is not taken there."""
+        samples = self._remote.pop_unfit(unfit.number)
+        for sample in samples:
+            sample.state, sample.finish_reason, sample.error = SampleState.FINISHED, FinishReason.ERROR, unfit.text
+            sample.timings.finished = time.perf_counter()
+        return samples
 
     def _fail(self, error: BaseException) -> None:
         """Delivery failed; called by its worker."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..build import Parts
 from ..engine import Engine, InboxCommands
-from ..errors import EngineClosed, EngineDead, TwostrokeError
+from ..errors import EngineClosed, EngineDead, InvalidRequest, TwostrokeError
 from ..request import Request, Sample
 from ..trace.glimpse import Glimpse
 from .outbox import HostedSample, Outbox
@@ -39,6 +39,7 @@ from .wire import (
     Stream,
     Submit,
     ToEngine,
+    Unfit,
     decode_for_child,
     decode_for_engine,
     encode,
@@ -125,10 +126,14 @@ class HostedEngine(Engine):
                 _tell(outbox, number, lambda sample: self._loop.finish(sample, count))
 
     def _admit(self, entry: Entry, outbox: Outbox) -> list[HostedSample]:
-        """Make the samples of an entry, which the API process has checked."""
+        """Make the samples of an entry, which the API process has checked; none if the checks here say otherwise."""
         prompt = np.frombuffer(entry.prompt, np.int32)
         assert entry.params.seed is not None
-        request = Request.create(str(next(self._requests)), prompt, entry.params, entry.params.seed, self.limits)
+        try:
+            request = Request.create(str(next(self._requests)), prompt, entry.params, entry.params.seed, self.limits)
+        except InvalidRequest as error:
+            outbox.answer(Unfit(entry.number, str(error)))
+            return []
         samples = [
             HostedSample(request, index, outbox=outbox, number=entry.number + index)
             for index in range(request.terms.samples)

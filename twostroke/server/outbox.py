@@ -15,7 +15,7 @@ import numpy as np
 from ..logprob_record import LOGPROB_RECORD, NO_RECORDS
 from ..request import Sample
 from ..scheduler.committed import NOTHING, Committed
-from .wire import Begun, Died, Ended, FromEngine, Look, Outputs, Stats, encode
+from .wire import Begun, Died, Ended, FromEngine, Look, Outputs, Stats, Unfit, encode
 
 _PATIENCE = 1000
 """Commits that may wait for the thread before those that have nothing for its process are left out."""
@@ -55,7 +55,7 @@ class Outbox:
             self._begun_sent = self.begun
             self._queue.put(Begun(self.begun))
 
-    def answer(self, answer: Stats | Look) -> None:
+    def answer(self, answer: Stats | Look | Unfit) -> None:
         self._queue.put(answer)
 
     def fail(self, error: Exception) -> None:

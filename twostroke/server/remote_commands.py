@@ -18,12 +18,12 @@ from .wire import Cancel, Entry, Finish, Message, Stream, Submit, encode
 class RemoteCommands:
     """Numbers the samples and sends commands about them. No call waits for the engine process: a thread writes.
 
-    Attributes:
-        begun: see `front.Commands`; set by who reads what the engine process sends.
+    What the engine process says of them is noted by who reads it.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self.begun = 0
+        self._begun = 0
+        self._unfit = 0
         self._connection = connection
         self._next_number = itertools.count()
         self._numbers: dict[Sample, int] = {}
@@ -37,6 +37,15 @@ class RemoteCommands:
     def open(self) -> bool:
         """Whether commands are taken."""
         return self._closed is None
+
+    @property
+    def begun(self) -> int:
+        """See `front.Commands`."""
+        return self._begun + self._unfit
+
+    def count_begun(self, begun: int) -> None:
+        """So many samples have begun in the engine process, in all."""
+        self._begun = begun
 
     def submit(self, samples: Sequence[Sample]) -> None:
         numbers = [next(self._next_number) for _ in samples]
@@ -76,6 +85,12 @@ class RemoteCommands:
         sample = self._samples.pop(number)
         del self._numbers[sample]
         return sample
+
+    def pop_unfit(self, number: int) -> list[Sample]:
+        """Return the samples of a request that the engine process does not take; `number` is the first one's."""
+        count = self._samples[number].request.terms.samples
+        self._unfit += count
+        return [self.pop(number + index) for index in range(count)]
 
     def close(self, reason: Exception) -> None:
         """Refuse further commands with `reason`. A second close does nothing: the first reason stays."""

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from ..request import mix_seed
 from .attached_engine import AttachedEngine
 from .board import WAITING, Board
-from .wire import Begun, FromEngine, Ready
+from .wire import Begun, FromEngine, Ready, Unfit
 
 
 class SharedEngine(AttachedEngine):
@@ -34,7 +34,7 @@ class SharedEngine(AttachedEngine):
 
     def _take(self, message: FromEngine) -> None:
         super()._take(message)
-        if isinstance(message, Begun):
+        if isinstance(message, Begun | Unfit):
             self._publish()
 
     def _publish(self) -> None:

@@ -143,6 +143,13 @@ class Begun(Message, frozen=True):
     count: int
 
 
+class Unfit(Message, frozen=True):
+    """The engine does not take a request that the API process admitted; its first sample is `number`."""
+
+    number: int
+    text: str
+
+
 class Stats(Message, frozen=True):
     """`EngineStats` as a dict: its class comes with the engine, which the API process does not import."""
 
@@ -163,7 +170,7 @@ class Died(Message, frozen=True):
 
 
 ToEngine = Submit | Cancel | Stream | Finish | AskStats | AskLook | Close
-FromEngine = Outputs | Begun | Stats | Look | Died
+FromEngine = Outputs | Begun | Unfit | Stats | Look | Died
 """Between an API process and the engine."""
 
 ToChild = Attach | Close
