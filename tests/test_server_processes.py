@@ -334,6 +334,21 @@ def test_an_api_process_ends_with_its_parent(seated):
     assert not seat.failed
 
 
+def test_an_api_process_that_cannot_take_an_engine_ends(seated, child, monkeypatch, caplog):
+    """It went on without one, answered 503 for ever, and did not hear that it should end."""
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("twostroke.server.api_process.SharedEngine", refuse)
+    parent, _, ended = seated
+    with child.attach() as connection:
+        parent.send_bytes(encode(NewEngine(child.ready)))
+        send_handle(parent, connection.fileno(), os.getpid())
+    assert ended.wait(PATIENCE)
+    assert "can't start new thread" in caplog.text
+
+
 def test_an_api_process_that_fails_ends_and_one_whose_engine_dies_takes_another(seated, child):
     """So that another is put in its place, and no request goes to one that can answer none."""
     parent, seat, ended = seated

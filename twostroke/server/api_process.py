@@ -104,9 +104,12 @@ class EngineSeat:
         self._end = end
         self._on_engine_end()  # before that, there was nobody to tell
         parent = self._task.parent
-        with contextlib.suppress(EOFError, OSError):
-            while isinstance(message := decode_for_api(parent.recv_bytes()), NewEngine):
-                self._take(Connection(recv_handle(parent)), message.ready)
+        try:
+            with contextlib.suppress(EOFError, ConnectionError):
+                while isinstance(message := decode_for_api(parent.recv_bytes()), NewEngine):
+                    self._take(Connection(recv_handle(parent)), message.ready)
+        except Exception:  # nobody would hear the parent any more
+            _log.exception("this API process could not take another engine, and ends")
         end()
 
     def close(self) -> None:
