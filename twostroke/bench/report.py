@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +49,8 @@ def section(result: Result) -> str:
         parts.append(_markdown(comparison.table()))
     parts += [f"{peer} failed." for peer in result.failures]
     commit = result.commit or "unknown"
-    parts.append(f"{result.date[:10]}, commit {commit[:10]}{commit[40:]}; {versions}.")  # behind a hash: "+changes"
+    facts = f"{result.date[:10]}, commit {commit[:10]}{commit[40:]}; {versions}."  # behind a hash: "+changes"
+    parts.append(textwrap.fill(facts, 120, break_on_hyphens=False))
     return "\n\n".join(parts)
 
 
