@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 from batch_case import plain, read_lines, write_lines
@@ -104,6 +105,16 @@ def test_a_missing_folder_is_refused_before_the_input_is_read(tmp_path, flag):
     assert f"{flag[2:]}='{tmp_path}/absent/file': there is no folder '{tmp_path}/absent'" in result.stderr
     assert "goes on" not in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_who_interrupts_is_told_how_it_goes_on(tmp_path):
+    arguments = (write_lines(tmp_path / "in", plain(4)), "-o", tmp_path / "out", *TINY)
+    with mock.patch("twostroke.jobs.batch_job.BatchProgress.show", side_effect=KeyboardInterrupt):
+        result = run(*arguments)
+    assert result.exit_code == 130
+    assert "interrupted; the same command goes on" in result.stderr
+    assert run(*arguments).exit_code == 0
+    assert len(read_lines(tmp_path / "out")) == 4
 
 
 def test_stdin_may_be_gzipped(tmp_path):

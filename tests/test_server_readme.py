@@ -23,7 +23,7 @@ def server():
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_line(server):
-    line = re.search(r"^ +(curl .*)$", SECTION, re.MULTILINE).group(1)
+    line = re.search(r"^ +(curl (?:.*\\\n)*.*)$", SECTION, re.MULTILINE).group(1)
     assert URL in line
     line = line.replace(URL, server.url)
     assert (

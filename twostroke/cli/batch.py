@@ -68,7 +68,11 @@ def batch(
     if dry_run:
         _print_estimate(job.estimate(say), _speed(bench), price)
         return
-    totals = job.run(say)
+    try:
+        totals = job.run(say)
+    except KeyboardInterrupt:
+        typer.echo("twostroke: interrupted; the same command goes on from what is written", err=True)
+        raise
     _print_totals(totals, price)
     if totals.failed:
         raise typer.Exit(1)
