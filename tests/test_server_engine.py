@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -277,6 +278,18 @@ def test_the_engine_process_does_not_outlive_its_parent(tmp_path, end):
             parent.kill()
         parent.wait(PATIENCE)
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.parametrize("rows", [4, 0], ids=["ready", "refused"])
+def test_a_parent_that_is_gone_before_the_engine_has_started(rows, monkeypatch):
+    """A server that was ended while it started left a traceback of the engine process behind."""
+    monkeypatch.setattr(engine_process.signal, "signal", lambda *args: None)
+    here, there = multiprocessing.Pipe()
+    here.close()
+    before = threading.active_count()
+    engine_process.run_engine(there, {"model": "tiny", "device": "cpu", "num_blocks": 8, "max_rows": rows})
+    there.close()
+    wait_until(lambda: threading.active_count() <= before)
 
 
 def test_the_api_process_does_not_import_torch():

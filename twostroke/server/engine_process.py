@@ -159,8 +159,9 @@ def run_engine(parent: Connection, arguments: dict[str, Any]) -> None:
     try:
         engine = HostedEngine(parent, **arguments)
     except (TwostrokeError, OSError) as error:
-        parent.send_bytes(encode(Refused(type(error).__name__, str(error))))
+        with contextlib.suppress(ConnectionError):
+            parent.send_bytes(encode(Refused(type(error).__name__, str(error))))
         return
-    with engine:
+    with engine, contextlib.suppress(ConnectionError):  # the parent is gone
         parent.send_bytes(encode(engine.ready))
         engine.serve()
