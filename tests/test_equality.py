@@ -34,6 +34,7 @@ def check_all(model, prompts, outputs, new_tokens):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", NATIVE)
 def test_native_families_equal_transformers(saved, family, mode):
+    """A20, A21, A22, A23, A24: also where copies lag, so that a buffer read or written too early shows in tokens."""
     directory, model = saved(family)
     prompts = make_prompts()
     with running(mode, directory, impl="native") as engine:

@@ -66,6 +66,7 @@ def tokens_of(prompts, params, **options):
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_tokens_are_those_of_the_cpu_in_every_variant(saved, variant, params):
+    """A11, A15, A20, A21, A22, A23, A24, A25: with streams that lag, and buffers poisoned as soon as they are free."""
     prompts = make_prompts([1, 3, 16, 17, 34, 50, 70])
     model, _ = saved("llama")
     with Engine(model, device="cpu", loop="sync", max_rows=8) as engine:
@@ -123,6 +124,7 @@ def test_fp32_tokens_do_not_depend_on_chunks_or_preemption(variant, options):
 
 @pytest.mark.parametrize("variant", ["sync graphs", "async graphs", "async three slots", "delayed graphs"])
 def test_prompt_steps_are_captured_while_others_run_and_change_no_token(variant):
+    """G08: a capture is its own thread's alone, while the other streams and threads go on."""
     prompts = [prompt for prompt in make_prompts([34, 34, 50, 20, 90]) for _ in range(4)]
     options = dict(max_chunk_tokens=30, max_step_tokens=100)
     expected, _ = tokens_of(prompts, SEEDED, loop="sync", graphs=False, **options)
@@ -169,6 +171,7 @@ def test_bf16_logits_stay_close_to_fp32():
 
 
 def test_streams_are_three_and_none_is_the_default_and_host_buffers_are_pinned():
+    """A26: a copy from memory that is not pinned would keep the loop's thread waiting."""
     with running() as engine:
         device, slots = engine._parts.device, engine._parts.slots
         handles = {stream.raw.cuda_stream for stream in (device.h2d, device.compute, device.d2h)}
