@@ -280,9 +280,9 @@ def test_the_demo_measures_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_admission_takes_every_request_through_the_queue(monkeypatch) -> None:
-    monkeypatch.setattr(admission, "REQUESTS", 700)
+    monkeypatch.setattr(admission, "REQUESTS", 5_000)
     result = admission.run("admission", BenchOptions(repetitions=1), lambda line: None)
     (run,) = result.runs
-    assert (run.tokens, run.waiting, run.loop) == (700, 700, None)
+    assert (run.tokens, run.waiting, run.loop) == (5_000, 5_000, None)
     assert 500 < run.extra["bytes_per_request"] < 2_000
     assert all(run.extra[f"{act}_{unit}"] > 0 for act in ("start", "submit", "admit") for unit in ("per_s", "us"))
