@@ -8,7 +8,7 @@ from engines import MODES, running
 from sampling_oracle import EOS, VOCAB, Reference, make_prompt
 
 from twostroke import SamplingParams
-from twostroke.request import MAX_STOP_IDS
+from twostroke.sampling_params import MAX_STOP_IDS
 
 SAMPLED = {"temperature": 1.0, "seed": 21}
 KINDS = [{"temperature": 0}, SAMPLED, {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "seed": 22}]
