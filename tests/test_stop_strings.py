@@ -304,4 +304,4 @@ def test_what_is_remembered_of_the_text_is_bounded(smollm2: Tokenizer) -> None:
 
 def test_strings_are_taken_once_each() -> None:
     for stop, stops in ((None, ()), ([], ()), ((), ()), ("ab", ("ab",)), (["b", "a", "b"], ("b", "a"))):
-        assert make_request(stop).stops == stops
+        assert make_request(stop).terms.stops == stops
