@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from calls import count_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_detokenizer import SMALL, STREAMED
@@ -269,20 +268,7 @@ def calls_of_tokens(tokenizer: Tokenizer, count: int, request: Request) -> int:
     stream, word = StopStream(tokenizer, request), tokenizer.encode(" the cat")
     for _ in range(count):
         stream.push(word)
-    calls = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.disable()  # what it ends on its way is no token's work
-    sys.setprofile(note)
-    try:
-        for _ in range(50):
-            stream.push(word)
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    calls = count_calls(lambda: [stream.push(word) for _ in range(50)])
     assert stream.kept is None
     return calls
 
