@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
@@ -39,6 +40,11 @@ HYBRID = {
     ),
 }  # fmt: skip
 """Windows in some layers; the last one runs through the adapter."""
+
+
+def ids(length: int, seed: int = 0, vocab: int = SMALL["vocab_size"]) -> list[int]:
+    """Random token ids that every family has."""
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
 def save_family(family: str, directory: Path) -> transformers.PreTrainedModel:

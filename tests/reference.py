@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from twostroke import RequestOutput
+
 TIE = 1e-3
 """Two best logits of the reference that are closer than this are a tie: rounding may choose either."""
 
@@ -31,3 +33,9 @@ def check_greedy(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence
         assert gap < TIE, f"token {place} is {token}, the reference has {first}, better by {gap}"
         ties += 1
     return ties
+
+
+def check(model: PreTrainedModel, outputs: Sequence[RequestOutput]) -> None:
+    """Assert of each of `outputs` what `check_greedy` does, and that few of them met a tie."""
+    ties = sum(check_greedy(model, output.prompt_token_ids, output.token_ids) for output in outputs)
+    assert ties <= 1 + len(outputs) // 10

@@ -98,6 +98,17 @@ def parse_events(data: bytes) -> list[Any]:
     return [json.loads(line) if line != b"[DONE]" else "[DONE]" for line in lines]
 
 
+async def stream(address: tuple[str, int], path: str, fields: dict[str, Any]) -> list[Any]:
+    """Send a request, and return the events of its whole answer."""
+    reader, writer = await asyncio.open_connection(*address)
+    data = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    answer = await reader.read()
+    writer.close()
+    return parse_events(answer)
+
+
 class ServerProcess(Client):
     """A server that was started as a command."""
 

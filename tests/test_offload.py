@@ -7,10 +7,10 @@ import threading
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from engines import MODES, running
+from families import ids
 from watching import PATIENCE, Turns, make_handles, quiet, wait_until
 
 from twostroke import EngineDead, SamplingParams
@@ -34,10 +34,6 @@ def every_copy_pays(monkeypatch):
 
 def greedy(max_tokens=30, **others):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **others)
-
-
-def ids(length, seed=0, vocab=320):
-    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
 
 
 def tokens(outputs):

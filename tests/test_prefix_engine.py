@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from engines import MODES, running
-from families import ADAPTED, NATIVE
-from reference import check_greedy
+from families import ADAPTED, NATIVE, ids
+from reference import check
 from watching import PATIENCE, quiet, wait_until
 
 from twostroke import EngineClosed, SamplingParams
@@ -17,15 +16,6 @@ FAMILIES = [*NATIVE, *ADAPTED]
 
 def greedy(max_tokens=8):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def ids(length, seed=0, vocab=320):
-    return np.random.default_rng(seed).integers(0, vocab, length).tolist()
-
-
-def check(model, outputs):
-    ties = sum(check_greedy(model, output.prompt_token_ids, output.token_ids) for output in outputs)
-    assert ties <= 1 + len(outputs) // 10
 
 
 def tokens(outputs):

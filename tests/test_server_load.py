@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from serving import MODEL, hosted, parse_events, read_events, served
+from serving import MODEL, hosted, parse_events, read_events, served, stream
 
 from twostroke import Engine, SamplingParams
 from twostroke.bench.http_streams import stream_all
@@ -48,16 +48,6 @@ def local():
         yield engine
 
 
-async def stream(address: tuple[str, int], fields: dict[str, Any]) -> list[Any]:
-    reader, writer = await asyncio.open_connection(*address)
-    data = json.dumps(fields).encode()
-    head = f"POST {PATH} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    answer = await reader.read()
-    writer.close()
-    return parse_events(answer)
-
-
 def test_256_streams_at_once(server, local):
     """No token is lost, doubled, or another's; G06: nothing is left behind."""
     prompts = [[3 + place % 7, 5 + place % 11, 9] for place in range(256)]
@@ -65,7 +55,7 @@ def test_256_streams_at_once(server, local):
 
     async def run():
         bodies = [body(prompt, 30, seed=place) for place, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(stream(server.address, fields) for fields in bodies))
+        return await asyncio.gather(*(stream(server.address, PATH, fields) for fields in bodies))
 
     expected = [output.token_ids for output in local.generate(prompts, params)]
     assert [tokens_of(events) for events in asyncio.run(run())] == expected
@@ -187,7 +177,7 @@ def test_a_client_that_reads_slowly(server, local):
         slow = asyncio.ensure_future(app(scope, receive, send))
         while len(sent) < 3:
             await asyncio.sleep(0.01)
-        fast = await stream(server.address, fast_body)
+        fast = await stream(server.address, PATH, fast_body)
         await asyncio.to_thread(server.wait_until_idle)
         reads_again.set()
         await slow

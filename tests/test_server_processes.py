@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from counting import count_up, hold
-from serving import ServerProcess, parse_events, read_events, served
+from serving import ServerProcess, read_events, served, stream
 from test_server_metrics import stats, values
 from watching import PATIENCE, wait_until
 
@@ -50,16 +49,6 @@ def body(prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 def tokens_of(events: list[Any]) -> list[int]:
     return [token for event in events if "choices" in event for token in event["choices"][0]["token_ids"]]
-
-
-async def stream(address: tuple[str, int], fields: dict[str, Any]) -> list[Any]:
-    reader, writer = await asyncio.open_connection(*address)
-    data = json.dumps(fields).encode()
-    head = f"POST {PATH} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    answer = await reader.read()
-    writer.close()
-    return parse_events(answer)
 
 
 class Processes:
@@ -154,7 +143,7 @@ def run_at_once(several: Processes, local: Engine) -> None:
 
     async def run() -> list[list[Any]]:
         bodies = [body(prompt, 20, seed=place, temperature=1) for place, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(stream(several.server.address, fields) for fields in bodies))
+        return await asyncio.gather(*(stream(several.server.address, PATH, fields) for fields in bodies))
 
     expected = [output.token_ids for output in local.generate(prompts, params)]
     assert [tokens_of(events) for events in asyncio.run(run())] == expected

@@ -1,10 +1,9 @@
 """Layers with sliding windows: every output is that of transformers, and a sample keeps no more than its windows."""
 
-import numpy as np
 import pytest
 from engines import MODES, running
-from families import HYBRID
-from reference import check_greedy
+from families import HYBRID, ids
+from reference import check
 from watching import quiet
 
 from twostroke import InvalidRequest, SamplingParams
@@ -15,15 +14,6 @@ GROUPS = {"mistral": (11,), "qwen2_hybrid": (0, 10), "qwen3_hybrid": (7, 7, 0, 7
 
 def greedy(max_tokens):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def ids(length, seed=0):
-    return np.random.default_rng(seed).integers(0, 320, length).tolist()
-
-
-def check(model, outputs):
-    ties = sum(check_greedy(model, output.prompt_token_ids, output.token_ids) for output in outputs)
-    assert ties <= 1 + len(outputs) // 10
 
 
 def tokens(outputs):

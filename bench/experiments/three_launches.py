@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = math.log2(math.e)
+from twostroke.kernels.softmax_tile import LOG2_E, take_tile
 
 
 class DecodeTiles(NamedTuple):
@@ -140,22 +140,11 @@ def decode_kernel(
     for tile_begin in range(begin, end, TILE):
         position = tile_begin + offset
         visible = (position >= first) & (position < end)
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
-        line = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
-        # Masked loads, not only masked scores: what lies beyond the length may be the NaN of an earlier owner.
-        inside = visible[:, None] & (dim < HEAD_DIM)[None, :]
-        kv_offsets = line[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(keys_ptr + kv_offsets, mask=inside, other=0.0)
-        v = tl.load(values_ptr + kv_offsets, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(visible[None, :], scores, float("-inf"))
-        # Every tile has a visible position, so the maximum is finite.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * decay[:, None], input_precision="ieee")
-        top = new_top
+        # Every tile has a visible position.
+        top, total, result = take_tile(
+            q, position, visible, top, total, result, keys_ptr, values_ptr, table_ptr, kv_head, scale,
+            KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE,
+        )  # fmt: skip
 
     part = (lane.to(tl.int64) * (KV_HEADS * GROUP) + head) * SPLITS + split
     tl.store(partial_ptr + part[:, None] * HEAD_DIM + dim[None, :], result / total[:, None], mask=q_inside)
