@@ -9,7 +9,31 @@ from twostroke.limits import Limits
 from twostroke.request import Request
 from twostroke.scheduler.committed import Committed
 from twostroke.server.outbox import HostedSample, Outbox
-from twostroke.server.wire import decode_from_engine
+from twostroke.server.wire import Begun, Outputs, decode_from_engine
+
+
+def test_that_a_sample_has_begun_is_said_before_its_tokens():
+    """Else who has a token of it is refused the place in the queue that it left."""
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        box = Outbox(there, lambda error: None)
+        request = Request.create("a", [5, 6], SamplingParams(), 0, Limits(97, 64, 4, 99))
+        sample = HostedSample(request, 0, outbox=box, number=0)
+        begun = 0
+        for count in range(1, 201):
+            box.begun = count
+            box.put(Committed([], [sample], np.array([count], np.int32)))
+        box.close()
+        tokens: list[int] = []
+        while len(tokens) < 200:
+            message = decode_from_engine(here.recv_bytes())
+            if isinstance(message, Begun):
+                begun = message.count
+            else:
+                assert isinstance(message, Outputs)
+                tokens += np.frombuffer(message.tokens, np.int32).tolist()
+                assert begun >= tokens[-1]
+        assert tokens == list(range(1, 201))
 
 
 def test_what_waits_for_a_process_that_stands_still_is_only_its_own():

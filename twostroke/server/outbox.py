@@ -49,11 +49,12 @@ class Outbox:
 
     def put(self, committed: Committed | None) -> None:
         """Send what a commit's result has for this process; called by the loop."""
-        if committed is not None and self._takes(committed):
-            self._queue.put(committed)
+        # NOTE: first, so that whoever has a token of a sample finds that it waits no longer.
         if self.begun != self._begun_sent:
             self._begun_sent = self.begun
             self._queue.put(Begun(self.begun))
+        if committed is not None and self._takes(committed):
+            self._queue.put(committed)
 
     def answer(self, answer: Stats | Look | Unfit) -> None:
         self._queue.put(answer)
@@ -90,11 +91,13 @@ class Outbox:
 
     def _send(self, taken: Sequence[Committed | FromEngine | None]) -> bool:
         """Send what was queued; False if nothing will come behind it."""
+        for begun in [item for item in taken if isinstance(item, Begun)][-1:]:
+            self._connection.send_bytes(encode(begun))
         outputs = self._outputs([item for item in taken if isinstance(item, Committed)])
         if outputs.streamed or outputs.scored or outputs.ended:
             self._connection.send_bytes(encode(outputs))
         for item in taken:
-            if item is not None and not isinstance(item, Committed):
+            if item is not None and not isinstance(item, Committed | Begun):
                 self._connection.send_bytes(encode(item))
         over = self._leaving and not self.samples
         return not over and not any(item is None or isinstance(item, Died) for item in taken)
