@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine import Engine
 from ..errors import BatchStopped, EngineDead, InvalidConfig, InvalidRequest
@@ -24,6 +24,9 @@ from .batch_request import RequestReader
 from .batch_run import BatchRun
 from .estimate import Estimate, estimate
 from .journal import Totals
+
+if TYPE_CHECKING:
+    from .ray_run import RayRun
 
 DECIDING = ("model", "impl", "dtype", "max_model_len", "deterministic", "seed")
 """Arguments of the engine that decide what an answer is. The others may differ when a batch goes on."""
@@ -76,12 +79,12 @@ class BatchJob:
         for name, path in (("output", self.output), ("errors", self.errors)):
             if path is not None and not path.parent.is_dir():
                 raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
+        answer = self._answer if self.ray is None else partial(self._answer_on_ray, self._ray_run())
         with self._explained():
             survey = self._input.survey()
             output = BatchOutput(self.output, self.errors, self._identity(survey.digest))
         try:
             if output.state.totals.requests < survey.requests:
-                answer = self._answer if self.ray is None else self._answer_on_ray
                 with self._explained():
                     answer(survey, output, on_error, progress)
             self._copy.unlink(missing_ok=True)
@@ -134,17 +137,23 @@ class BatchJob:
             with BatchProgress(engine, output, survey.requests, self.price, progress) as bar:
                 BatchRun(engine, engine.config.max_rows, lines, reader, output, bar.show, on_error).run()
 
-    def _answer_on_ray(self, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None) -> None:
+    def _ray_run(self) -> type[RayRun]:
+        """What runs on Ray, which is an extra."""
         try:
             from .ray_run import RayRun
         except ModuleNotFoundError as error:
             raise InvalidConfig(
                 f"ray={self.ray!r} needs the package {error.name}: pip install 'twostroke[ray]'"
             ) from error
+        return RayRun
+
+    def _answer_on_ray(
+        self, kind: type[RayRun], survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None
+    ) -> None:
         assert self.ray is not None
         output.start_clock()
         with BatchProgress(None, output, survey.requests, self.price, progress) as bar:
-            run = RayRun(self.ray, self.engines, self.engine, self.name, bar.show, on_error)
+            run = kind(self.ray, self.engines, self.engine, self.name, bar.show, on_error)
             run.run(self._input, survey, output)
 
     @contextmanager
