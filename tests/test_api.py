@@ -66,9 +66,16 @@ def test_one_prompt_or_several(smollm2, many):
     assert tokens(smollm2.generate(CHAT, greedy(2))) == tokens(smollm2.generate(many([CHAT]), greedy(2)))
 
 
-@pytest.mark.parametrize("prompt", ["", "\ud800", [{"role": "user"}], [{"role": "user", "content": 3}], [CHAT[0], 5]])
+def test_an_empty_text_is_shown_as_it_was_given(smollm2):
+    """B10: the user wrote no list of token ids."""
+    for prompt in ("", ["a", ""]):
+        with pytest.raises(InvalidRequest, match=r"^prompt='' has no tokens: at least one is needed$"):
+            smollm2.generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", [{"role": "user"}], [{"role": "user", "content": 3}], [CHAT[0], 5]])
 def test_text_and_chats_that_make_no_prompt(smollm2, prompt):
-    """B10 for text; a lone surrogate; malformed messages."""
+    """A lone surrogate; malformed messages."""
     with pytest.raises(InvalidRequest):
         smollm2.submit(prompt)
     with pytest.raises(InvalidRequest):

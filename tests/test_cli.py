@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,6 +278,9 @@ def test_text_that_the_terminal_cannot_show_does_not_end_the_run(smollm2_dir: Pa
 
 
 class StubHandle:
+    samples = (None,)
+    sample = SimpleNamespace(request=SimpleNamespace(params=SamplingParams()))
+
     def __init__(self, outcome: object) -> None:
         self.outcome = outcome
         self.cancelled = False
@@ -285,6 +289,10 @@ class StubHandle:
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
+
+    def __iter__(self) -> Iterator[object]:
+        yield SimpleNamespace(token_ids=[1], text="once")
+        self.result()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -332,6 +340,14 @@ def test_an_interrupt_cancels_every_request(monkeypatch: pytest.MonkeyPatch) -> 
     result = run("generate", "--prompt", "a", "--prompt", "b", "--prompt", "c", "--json")
     assert result.exit_code == 130
     assert handles[2].cancelled
+
+
+def test_what_interrupts_a_text_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell's prompt, or the message, comes below it; for error and Ctrl-C alike."""
+    for outcome, code in ((KeyboardInterrupt(), 130), (EngineDead("the engine failed"), 1)):
+        stub_engine(monkeypatch, outcome)
+        result = run("generate", "--prompt", "a")
+        assert (result.exit_code, result.stdout) == (code, "once\n")
 
 
 def test_a_dead_engine_gives_exit_1_and_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,12 @@ def test_a_bad_value_is_named(server, path, field, value, rows):
     assert error["message"].startswith(error["param"])
 
 
+def test_an_empty_text_is_shown_as_it_was_given(server):
+    """B10."""
+    for prompt in ("", ["a", ""]):
+        assert check(server.post(TEXT, {"prompt": prompt}), "prompt")["message"].startswith("prompt='' has no tokens")
+
+
 UNSUPPORTED = [
     *((CHAT, field, value) for field, value in {
         "audio": {"voice": "x"}, "functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["audio"],

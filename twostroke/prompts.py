@@ -34,7 +34,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
     """Return the token ids of a prompt; ids are returned as they are, to be checked with the rest of the request.
 
     Raises:
-        InvalidRequest: it is not a prompt, or needs a tokenizer that the model does not have.
+        InvalidRequest: it is not a prompt, is a text of no tokens, or needs a tokenizer that the model does not have.
     """
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return prompt
@@ -49,8 +49,15 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
         raise InvalidRequest(f"prompt={shown(prompt)}: this model has no tokenizer, give token ids")
     if isinstance(prompt, str):
         require_utf8("prompt", prompt)
-        return tokenizer.encode(prompt)
+        return require_tokens(prompt, tokenizer.encode(prompt))
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+
+
+def require_tokens(text: str, ids: list[int]) -> list[int]:
+    """Return the token ids of a prompt that is a text, or raise `InvalidRequest` that shows the text if it has none."""
+    if not ids:
+        raise InvalidRequest(f"prompt={shown(text)} has no tokens: at least one is needed")
+    return ids
 
 
 def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> list[np.ndarray]:

@@ -137,9 +137,11 @@ class _Text:
         else:
             if self.headings:
                 typer.echo(f"--- {index + 1} ---")
-            for delta in handle:
-                typer.echo(self._shown(delta.token_ids, delta.text), nl=False)
-            typer.echo("\n" if self.headings else "")
+            try:
+                for delta in handle:
+                    typer.echo(self._shown(delta.token_ids, delta.text), nl=False)
+            finally:  # what comes next, a shell's prompt or an error, begins a line
+                typer.echo("\n" if self.headings else "")
         output = handle.result()
         for sample in output.outputs:
             if sample.error is not None:

@@ -11,6 +11,7 @@ from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
 from ..openai.errors import refusals
 from ..openai.responses import ResponsesRequest
+from ..prompts import require_tokens
 from .connection import read_body
 from .description import GENERATION, answers, request_body
 from .generation import respond
@@ -38,7 +39,10 @@ def add_completions(router: APIRouter, service: Service) -> None:
         prompts = body.prompts()
         service.check_samples(len(prompts), body.n or 1)
         with refusals():
-            ids = [await service.encode(p) if isinstance(p, str) else np.array(p, np.int64) for p in prompts]
+            ids = [
+                require_tokens(p, await service.encode(p)) if isinstance(p, str) else np.array(p, np.int64)
+                for p in prompts
+            ]
             params = body.params()
             answer = body.answer(service.settings.model_name, service.engine.tokenizer, params)
             call = await service.start(ids, [params] * len(ids))
