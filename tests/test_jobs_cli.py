@@ -34,6 +34,15 @@ def test_answers_and_a_summary(tmp_path):
     assert len(read_lines(tmp_path / "out")) == 9
 
 
+def test_one_request_is_no_several(tmp_path):
+    source = write_lines(tmp_path / "in", [{"prompt": [3], "max_tokens": 1}])
+    found = run(source, "-o", tmp_path / "out", *TINY, "--dry-run")
+    assert found.stdout.splitlines()[1] == "1 prompt token, at most 1 output token"
+    assert run(source, "-o", tmp_path / "out", *TINY).stderr.startswith(
+        "1 request, 0 failed; 1 prompt and 1 output token in "
+    )
+
+
 def test_errors_are_told_and_split_off(tmp_path):
     lines = ["junk", *plain(3), *[{"prompt": "x"}] * 30]
     result = run(write_lines(tmp_path / "in", lines), "-o", tmp_path / "out", "--errors", tmp_path / "bad", *TINY)

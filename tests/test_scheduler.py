@@ -221,7 +221,7 @@ def test_b03_b15_what_outgrows_the_cache_is_refused_and_others_go_on():
     shop = Workshop(usable_blocks=4, block_size=4)
     wide = Limits(97, 256, 4, 1000)
     too_long = Sample(Request.create("x", [1] * 10, SamplingParams(max_tokens=8), 0, wide))
-    with pytest.raises(InvalidRequest, match=r"18 tokens in 5 blocks.* 4 usable blocks"):
+    with pytest.raises(InvalidRequest, match=r"18 tokens in 5 blocks; .* the cache has 4 usable blocks"):
         shop.scheduler.submit(too_long)
     shop.submit(10, 7)  # the last token needs no position: 16 positions in 4 blocks
     finish(shop)

@@ -89,7 +89,7 @@ def test_there_are_parameters_for_all_prompts_of_a_call_or_it_starts_nothing(cal
     with running("sync") as engine:
         begin = getattr(engine, call)
         for params, message in (
-            ([SamplingParams()], "params has 1 entries for 2 prompts"),
+            ([SamplingParams()], "params has 1 entry for 2 prompts"),
             ([SamplingParams(), 3], "params=3 must be a SamplingParams"),
         ):
             with pytest.raises(InvalidRequest, match=message):

@@ -11,7 +11,7 @@ from .config import EngineConfig
 from .device.dummies import dummy_plan
 from .device.memory import available_bytes, free_bytes
 from .device.slot import Slot
-from .errors import InvalidConfig
+from .errors import InvalidConfig, counted
 from .plan import NO_FEATURES, Feature
 from .runner import MAX_PROMPT_GRAPHS, MAX_SAMPLING_GRAPHS, Runner
 
@@ -82,7 +82,7 @@ class BuildMemory:
         blocks = budget // block_bytes
         if blocks < 2:
             raise InvalidConfig(
-                f"cache_bytes={budget} holds {max(blocks, 0)} blocks of {block_bytes} bytes; at least 2 "
+                f"cache_bytes={budget} holds {counted(max(blocks, 0), 'block')} of {block_bytes} bytes; at least 2 "
                 "(the dummy block and one more) are needed"
             )
         return int(min(blocks, 1 + self._config.max_rows * groups.blocks(self._longest)))

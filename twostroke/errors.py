@@ -69,6 +69,11 @@ def fresh(error: E) -> E:
     return again
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun for a message; `nouns` are several, where that is not the noun and an s."""
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
 def shown(value: object) -> str:
     """Return `repr(value)` for a message, cut short if it is long. Never raises, whatever a caller passed in."""
     try:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from .constraints.constraints import Constraints
-from .errors import InvalidRequest, QueueFull, TwostrokeError, shown
+from .errors import InvalidRequest, QueueFull, TwostrokeError, counted, shown
 from .limits import Limits
 from .progress import Progress
 from .prompts import Prompt, as_prompts, check_prompts, encode_prompt
@@ -236,5 +236,5 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise InvalidRequest(f"params={shown(params)} must be a SamplingParams or a list of them")
     if len(params) != count:
-        raise InvalidRequest(f"params has {len(params)} entries for {count} prompts")
+        raise InvalidRequest(f"params has {counted(len(params), 'entry', 'entries')} for {counted(count, 'prompt')}")
     return [DEFAULT_PARAMS if own is None else own for own in params]

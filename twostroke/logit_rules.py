@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .checks import is_listed, require_token_ids, require_utf8
-from .errors import InvalidRequest, shown
+from .errors import InvalidRequest, counted, shown
 from .sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 Encode = Callable[[str], list[int]]
@@ -96,8 +96,8 @@ def _bad_words(words: object, vocab_size: int, encode: Encode | None) -> list[tu
     tokens_of_long = sum(map(len, long))
     if len(long) > MAX_BAD_WORDS or tokens_of_long > MAX_BAD_WORD_TOKENS:
         raise InvalidRequest(
-            f"bad_words={shown(words)} are {len(long)} words of several tokens, {tokens_of_long} tokens together; at "
-            f"most {MAX_BAD_WORDS} words and {MAX_BAD_WORD_TOKENS} tokens are supported"
+            f"bad_words={shown(words)} have {counted(len(long), 'word')} of several tokens, {tokens_of_long} tokens "
+            f"together; at most {MAX_BAD_WORDS} words and {MAX_BAD_WORD_TOKENS} tokens are supported"
         )
     return [*found]
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 import numpy as np
 
 from .checks import require_token_ids
-from .errors import InvalidRequest, shown
+from .errors import InvalidRequest, counted, shown
 from .limits import Limits
 from .logit_rules import Encode
 from .sampling_params import SEED_BITS, SamplingParams
@@ -94,12 +94,12 @@ def _require_room(length: int, limits: Limits) -> None:
     blocks = limits.groups.blocks(length)
     if blocks > limits.usable_blocks:
         raise InvalidRequest(
-            f"prompt of {length} tokens needs {blocks} blocks of {limits.block_size}, the cache has "
-            f"{limits.usable_blocks} usable"
+            f"prompt of {counted(length, 'token')} needs {counted(blocks, 'block')} of {limits.block_size}, the cache "
+            f"has {limits.usable_blocks} usable"
         )
     if length >= limits.max_model_len:
         raise InvalidRequest(
-            f"prompt of {length} tokens leaves no room for output: max_model_len={limits.max_model_len}"
+            f"prompt of {counted(length, 'token')} leaves no room for output: max_model_len={limits.max_model_len}"
         )
 
 
@@ -116,8 +116,8 @@ def _resolve_max_tokens(asked: int | None, prompt_len: int, limits: Limits) -> i
     if max_tokens > cache_room:
         blocks = limits.groups.blocks(prompt_len + max_tokens - 1)
         raise InvalidRequest(
-            f"max_tokens={shown(asked)}: a prompt of {prompt_len} tokens and {max_tokens} new ones need {blocks} "
-            f"blocks of {limits.block_size}, the cache has {limits.usable_blocks} usable"
+            f"max_tokens={shown(asked)}: a prompt of {counted(prompt_len, 'token')} and {max_tokens} new ones need "
+            f"{counted(blocks, 'block')} of {limits.block_size}, the cache has {limits.usable_blocks} usable"
         )
     return max_tokens
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import TwostrokeError
+from ..errors import TwostrokeError, counted
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _read(stream: _Stream) -> Streamed:
             tokens += came
             times += [arrived] * len(came)
     if not ended:
-        raise TwostrokeError(f"a stream broke off after {len(tokens)} tokens")
+        raise TwostrokeError(f"a stream broke off after {counted(len(tokens), 'token')}")
     return Streamed(stream.sent, tokens, times)
 
 

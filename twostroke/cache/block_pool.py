@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import counted
 from ..plan import DUMMY_BLOCK
 from .host_tier import HostTier
 from .prefix_cache import PrefixCache
@@ -64,13 +65,13 @@ class BlockPool:
     def reserve(self, count: int) -> None:
         """Promise `count` of the available blocks."""
         if count > self.available:
-            raise RuntimeError(f"{count} blocks to reserve, {self.available} available")
+            raise RuntimeError(f"{counted(count, 'block')} to reserve, {self.available} available")
         self.reserved += count
 
     def unreserve(self, count: int) -> None:
         """Take back a promise of `count` blocks."""
         if count > self.reserved:
-            raise RuntimeError(f"{count} blocks to unreserve, {self.reserved} reserved")
+            raise RuntimeError(f"{counted(count, 'block')} to unreserve, {self.reserved} reserved")
         self.reserved -= count
 
     def take(self, count: int) -> np.ndarray:
@@ -81,7 +82,7 @@ class BlockPool:
         They are on the compute stream, and so is the step that writes it next.
         """
         if count > self.available:
-            raise RuntimeError(f"{count} blocks to take, {self.available} available")
+            raise RuntimeError(f"{counted(count, 'block')} to take, {self.available} available")
         if count > self._blank:
             evicted = self.cache.evict(count - self._blank)
             if self.tier is not None:
@@ -113,7 +114,9 @@ class BlockPool:
         unused = self.sharers[blocks] == 0
         count = int(np.count_nonzero(unused))
         if self.free + count > self.total:
-            raise RuntimeError(f"{count} blocks given back, but only {self.total - self.free} are out")
+            raise RuntimeError(
+                f"{counted(count, 'block')} given back, but of those that are out only {self.total - self.free}"
+            )
         self.sharers[blocks[~unused]] -= 1
         self.free += count
         if published:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, counted
 from .flags import EngineFlags, with_flags
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def _print_totals(totals: Totals, price: float) -> None:
     speed = totals.completion_tokens / totals.seconds if totals.seconds else 0.0
     money = f", ${cost(totals.seconds, price):.2f}" if price else ""
     typer.echo(
-        f"{totals.requests} requests, {totals.failed} failed; {totals.prompt_tokens} prompt and "
-        f"{totals.completion_tokens} output tokens in {totals.seconds:.1f} s: {speed:.1f} tokens/s{money}",
+        f"{counted(totals.requests, 'request')}, {totals.failed} failed; {totals.prompt_tokens} prompt and "
+        f"{counted(totals.completion_tokens, 'output token')} in {totals.seconds:.1f} s: {speed:.1f} tokens/s{money}",
         err=True,
     )
 
@@ -107,8 +107,10 @@ def _print_totals(totals: Totals, price: float) -> None:
 def _print_estimate(found: Estimate, speed: float | None, price: float) -> None:
     from ..jobs.batch_progress import cost
 
-    typer.echo(f"{found.requests} requests, {found.failed} of which cannot be answered")
-    typer.echo(f"{found.prompt_tokens} prompt tokens, at most {found.completion_tokens} output tokens")
+    typer.echo(f"{counted(found.requests, 'request')}, {found.failed} of which cannot be answered")
+    typer.echo(
+        f"{counted(found.prompt_tokens, 'prompt token')}, at most {counted(found.completion_tokens, 'output token')}"
+    )
     if speed is not None:
         seconds = found.seconds(speed)
         money = f", ${cost(seconds, price):.2f}" if price else ""

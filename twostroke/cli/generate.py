@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, counted
 from ..request import FinishReason
 from .flags import EngineFlags, SamplingFlags, with_flags
 from .prompts import Job, gather
@@ -153,4 +153,4 @@ class _Text:
 
     def close(self, outputs: list[RequestOutput], seconds: float) -> None:
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        typer.echo(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)
+        typer.echo(f"{counted(tokens, 'token')} in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)

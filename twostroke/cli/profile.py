@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, counted
 from .bench import LOOPS
 from .folders import make_folder
 from .table import print_table
@@ -43,7 +43,7 @@ def profile(
     make_folder(out, "--out")
     profiles = []
     for name in LOOPS[loop]:
-        typer.echo(f"{name} loop: {rows} requests, {prompt_tokens} + {max_tokens} tokens each", err=True)
+        typer.echo(f"{name} loop: {counted(rows, 'request')}, {prompt_tokens} + {max_tokens} tokens each", err=True)
         profiles.append(run_profile(name, workload, steps, options))
     _print_idle(profiles)
     _write(profiles, out)

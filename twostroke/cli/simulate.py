@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..bench.result import cpu_name, current_commit, current_date, usable_cores
-from ..errors import InvalidConfig, shown
+from ..errors import InvalidConfig, counted, shown
 from ..simulate.arrivals import Arrival
 from ..simulate.benchmarks import KNOWN, model_of, simulate_benchmark
 from ..simulate.cluster import simulate as simulate_cluster
@@ -154,7 +154,8 @@ def simulate(
         found.append(one)
         report, seconds = one.report, f"{one.wall_seconds:.1f} s ({one.cpu_seconds:.1f} s of CPU)"
         typer.echo(
-            f"replicas={report.replicas}: {report.requests} requests, {report.steps} steps, simulated in {seconds}",
+            f"replicas={report.replicas}: {counted(report.requests, 'request')}, {counted(report.steps, 'step')}, "
+            f"simulated in {seconds}",
             err=True,
         )
         if report.refused:

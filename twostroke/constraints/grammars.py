@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CannotFollow, InvalidRequest, shown
+from ..errors import CannotFollow, InvalidRequest, counted, shown
 from ..structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
 from .constraint import allow, bar
@@ -143,7 +143,8 @@ class GrammarConstraint:
 
     def _failure(self) -> CannotFollow:
         return CannotFollow(
-            f"structured.{self._name} cannot be followed behind {self._taken} tokens: {_reason(self._matcher)}"
+            f"structured.{self._name} cannot be followed behind {counted(self._taken, 'token')}: "
+            f"{_reason(self._matcher)}"
         )
 
     def forced(self) -> list[int]:

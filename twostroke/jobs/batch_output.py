@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, counted
 from .answered import Answered, Answers
 from .journal import DurableFile, Journal, State, sync_folder
 
@@ -116,8 +116,8 @@ class BatchOutput(Answers):
             length = self.state.lengths.get(part, 0)
             if file.length < length:
                 raise InvalidRequest(
-                    f"{part}={str(path)!r} has {file.length} bytes, but {str(self._journal.path)!r} knows of {length}: "
-                    "it was changed"
+                    f"{part}={str(path)!r} has {counted(file.length, 'byte')}, but {str(self._journal.path)!r} "
+                    f"knows of {length}: it was changed"
                 )
             file.cut(length)
             sync_folder(path)

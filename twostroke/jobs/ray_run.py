@@ -14,7 +14,7 @@ import ray
 from ray.data import DataContext
 from ray.exceptions import RayError
 
-from ..errors import EngineDead, InvalidConfig
+from ..errors import EngineDead, InvalidConfig, counted
 from ..openai.errors import ApiError
 from .answered import Answered
 from .batch_input import BatchInput, Survey
@@ -100,7 +100,8 @@ class RayRun:
         count = self.engines or (gpus if self._gpus_of_engine else 1)
         if count >= cpus:
             raise InvalidConfig(
-                f"engines={count} would take all {cpus:g} CPUs of the Ray cluster, and lines need one too"
+                f"engines={count} would leave nothing of the Ray cluster's {counted(int(cpus), 'CPU')}, "
+                "and lines need one too"
             )
         return count
 

@@ -23,7 +23,7 @@ from transformers.utils import is_accelerate_available
 from transformers.utils import logging as transformers_logging
 
 from ..attention.interface import Attention, LayerSpec
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, counted
 from ..kernels.step import StepInputs
 from .compiled import CompiledLayers
 from .hook import IMPLEMENTATION, AttentionCall, attending, max_positions_of
@@ -259,7 +259,9 @@ def _check_weights(name: str, report: dict[str, Any]) -> None:
     """transformers gives weights that the files lack random values; here that is an error."""
     missing = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if missing:
-        raise UnsupportedModel(f"{name}: the files lack {len(missing)} weights of the model, {missing[0]} first")
+        raise UnsupportedModel(
+            f"{name}: the files lack {counted(len(missing), 'weight')} of the model, {missing[0]} first"
+        )
     if report["unexpected_keys"]:
         logger.warning("%s: weights that the model does not use: %s", name, sorted(report["unexpected_keys"]))
 

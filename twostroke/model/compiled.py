@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, counted
 from .joined_linear import adjoin, join_linears
 
 BACKEND = "inductor"
@@ -80,4 +80,4 @@ def _layers_of(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UnsupportedModel(f"it has no list of {count} layers")
+    raise UnsupportedModel(f"it has no list of {counted(count, 'layer')}")

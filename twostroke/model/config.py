@@ -11,7 +11,7 @@ from typing import Any
 
 from ..attention.groups import in_groups
 from ..attention.interface import LayerSpec
-from ..errors import InvalidConfig, UnsupportedModel
+from ..errors import InvalidConfig, UnsupportedModel, counted
 from .rope import RopeSettings
 
 
@@ -250,7 +250,7 @@ def _layer_types(values: dict[str, Any], layers: int) -> list[str]:
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
         raise UnsupportedModel(f"the native decoder does not implement layer_types with {sorted(unknown)}")
     if len(kinds) != layers:
-        raise InvalidConfig(f"layer_types has {len(kinds)} entries, num_hidden_layers={layers}")
+        raise InvalidConfig(f"layer_types has {counted(len(kinds), 'entry', 'entries')}, num_hidden_layers={layers}")
     if "sliding_attention" in kinds and not slides:
         raise InvalidConfig(
             "layer_types has sliding_attention, but use_sliding_window and sliding_window do not allow it"

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..attention.groups import in_groups
 from ..attention.interface import Attention, LayerSpec
-from ..errors import UnsupportedModel
+from ..errors import UnsupportedModel, counted
 from ..kernels.step import StepInputs
 from .hook import PROBE, AttentionCall, attending
 
@@ -143,7 +143,7 @@ def find_layers(model: PreTrainedModel) -> list[LayerSpec]:
     expected = model.config.get_text_config().num_hidden_layers
     if len(recorder.layers) < expected:
         raise UnsupportedModel(
-            f"{name}: {expected - len(recorder.layers)} of {expected} layers do not attend through transformers' "
+            f"{name}: of {counted(expected, 'layer')} only {len(recorder.layers)} attend through transformers' "
             "attention interface (state-space, recurrent and ALiBi layers do not)"
         )
     return in_groups(recorder.layers)

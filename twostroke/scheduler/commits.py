@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..errors import counted
 from ..logprob_record import NO_RECORDS
 from ..plan import Flag, Plan, StepOutput
 from ..request import FinishReason, Sample
@@ -65,7 +66,10 @@ class Commits:
             )
         sampled = self._rows.confirm(plan)
         if not len(sampled) == len(output.tokens) == len(output.flags):
-            raise RuntimeError(f"step {plan.step}: {len(output.tokens)} outputs for {len(sampled)} sampled positions")
+            raise RuntimeError(
+                f"step {plan.step}: {counted(len(output.tokens), 'output')} for "
+                f"{counted(len(sampled), 'sampled position')}"
+            )
         batch.committed_step = plan.step
         # NOTE: dead rows are written to like all others: nobody reads them, and a mask would cost more.
         self._rows.write_tokens(sampled, output.tokens)

@@ -8,7 +8,7 @@ from typing import Any
 from ..cache.block_pool import BlockPool
 from ..cache.host_tier import HostTier
 from ..cache_groups import CacheGroups
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, counted
 from ..held_input import HeldInput
 from ..plan import LEDGER_FEATURES, Plan, StepOutput
 from ..request import FinishReason, Sample, SampleState
@@ -132,8 +132,9 @@ class Scheduler:
         blocks = self.groups.blocks(length - 1)
         if length > self.max_model_len or blocks > self.pool.total:
             raise InvalidRequest(
-                f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in {blocks} blocks; there are "
-                f"max_model_len={self.max_model_len} and {self.pool.total} usable blocks"
+                f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in "
+                f"{counted(blocks, 'block')}; max_model_len={self.max_model_len}, and the cache has "
+                f"{counted(self.pool.total, 'usable block')}"
             )
         if sample.request.terms.needs_ledger and not self.num_ledgers:
             features = sample.request.terms.features & LEDGER_FEATURES

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
+from ..errors import counted
 from ..openai.errors import ApiError, from_validation_error
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
     async for chunk in request.stream():
         data += chunk
         if len(data) > limit:
-            message = f"the body is larger than {limit} bytes"
+            message = f"the body is larger than {counted(limit, 'byte')}"
             raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
     try:
         return kind.model_validate_json(bytes(data))

@@ -124,7 +124,7 @@ class Service:
         count, most = prompts * n, self.settings.max_samples
         if count > most:
             param = "n" if prompts == 1 else "prompt"
-            message = f"{param}: {count} samples are asked for, at most {most} are allowed"
+            message = f"{param}: {count} samples are asked for, the most allowed is {most}"
             raise ApiError(400, message, param=param, code="too_many_samples")
 
     async def start(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Call:

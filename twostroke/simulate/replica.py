@@ -87,7 +87,7 @@ class Replica:
         """The checked request; where nothing can be refused or clamped, a copy of one that was checked."""
         waiting, most = self._submitted - self.scheduler.begun, self._limits.max_waiting
         if most is not None and waiting >= most:
-            raise InvalidRequest(f"max_waiting={most} requests wait already")
+            raise InvalidRequest(f"max_waiting={most}: so many wait already")
         kind = arrival.max_tokens, arrival.priority
         if not len(arrival.prompt) or len(arrival.prompt) + arrival.max_tokens > self._surely_fits:
             return self._create(arrival.prompt, *kind)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bench.floor import Cost
 from ..config import EngineConfig
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, counted
 from ..limits import Limits
 from ..scheduler.policy import make_policy
 from ..scheduler.scheduler import Scheduler
@@ -69,7 +69,9 @@ class Settings:
         room = memory_bytes - cost.weight_bytes if self.cache_bytes is None else self.cache_bytes
         blocks = int(room // (self.block_size * cost.kv_bytes))
         if blocks < 2:
-            raise InvalidConfig(f"{room:.0f} bytes for the cache hold {max(blocks, 0)} blocks; at least 2 are needed")
+            raise InvalidConfig(
+                f"{room:.0f} bytes for the cache hold {counted(max(blocks, 0), 'block')}; at least 2 are needed"
+            )
         return min(blocks, 1 + self.max_rows * -(-self.max_model_len // self.block_size))
 
     def limits(self, num_blocks: int) -> Limits:

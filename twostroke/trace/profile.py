@@ -11,7 +11,7 @@ from typing import Any
 
 from ..device.step_times import StepTimes
 from ..engine import Engine, EngineStats
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, counted
 from ..sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 4
@@ -98,8 +98,8 @@ def _steady(window: Sequence[StepTimes], workload: Workload) -> list[StepTimes]:
     steps = [times for times in window if times.lanes == workload.rows and not times.prompt_tokens]
     if len(steps) < MIN_STEADY_STEPS:
         raise InvalidConfig(
-            f"max_tokens={workload.max_tokens} leaves {len(steps)} steps in which all {workload.rows} rows decode; "
-            f"a profile needs {MIN_STEADY_STEPS}"
+            f"max_tokens={workload.max_tokens} leaves {counted(len(steps), 'step')} with "
+            f"{counted(workload.rows, 'row')} decoding; a profile needs {MIN_STEADY_STEPS}"
         )
     return steps
 
