@@ -42,6 +42,7 @@ class Story:
         self.activity, self.device = Activity(), StubDevice()
         self.zero = self.activity._ended
         self.steps = self.seen = 0
+        self.writes = deque()  # (the step that comes after, begin, end)
 
     def at(self, moment):
         return self.zero + moment
@@ -56,10 +57,18 @@ class Story:
 
     def done(self, waited, seen, *, compute, arrived, clock=0.0):
         """`clock`: how far the device's clock is ahead."""
-        self.device.spans.append((self.at(compute[0] + clock), self.at(compute[1] + clock)))
+        while self.writes and self.writes[0][0] == self.seen:
+            compute = (*self.writes.popleft()[1:], *compute)
+        moments = [self.at(moment + clock) for moment in compute]
+        self.device.spans.extend(zip(moments[::2], moments[1::2], strict=True))
         self.device.arrived_at = self.at(arrived + clock)
         self.activity.done(self.seen, self.at(waited), self.at(seen), self.device)
         self.seen += 1
+
+    def write(self, began, ended):
+        """New weights, behind the steps that are launched."""
+        self.activity.wrote_weights()
+        self.writes.append((self.steps, began, ended))
 
     def commit(self, began, ended):
         self.activity.committed(self.at(began), self.at(ended))
@@ -160,6 +169,48 @@ def test_capturing_graphs_is_a_cause_of_its_own_and_no_gap_while_nobody_asks():
     story.done(29, 41, compute=(29, 40), arrived=29)
     assert story.idle() == {"nothing": 7, "capture": 7, "commit": 2, "plan": 2 + 3}
     assert story.activity.gap_seconds == pytest.approx(2 + 9)
+
+
+def test_new_weights_are_a_cause_of_their_own_and_no_gap_while_nobody_asks():
+    story = Story()
+    story.write(2, 5)
+    story.plan(10, 12)
+    story.launch(12, 12, 12)
+    story.done(12, 21, compute=(12, 20), arrived=12)
+    assert story.idle() == {"nothing": 7, "weights": 3, "plan": 2}
+    assert story.activity.gap_seconds == pytest.approx(2)
+    story.commit(21, 22)
+    story.write(22, 28)  # queued with the commands, ahead of the step, whose launch is not held up by it
+    story.plan(23, 24)
+    story.launch(24, 24, 25)
+    story.done(25, 41, compute=(29, 40), arrived=24.5)
+    assert story.idle() == {"nothing": 7, "weights": 9, "commit": 2, "plan": 2, "launch": 1}
+    assert story.activity.gap_seconds == pytest.approx(2 + 9)
+    assert story.activity.newest.writes == ((story.at(22), story.at(28)),)
+    story.commit(41, 41)
+    story.plan(41, 41)
+    story.launch(41, 41, 41)
+    story.done(41, 51, compute=(41, 50), arrived=41)
+    assert story.activity.newest.writes == ()
+
+
+def test_weights_written_while_a_step_runs_belong_to_the_gap_before_the_next_one():
+    """And a device clock that is off shifts them with it."""
+    story = first_step()
+    story.plan(24, 25)
+    story.launch(25, 26, 27)
+    story.write(40, 42)
+    story.plan(27, 28)
+    story.launch(28, 28.5, 29)
+    story.done(29, 40.5, compute=(28, 40), arrived=27, clock=-5)
+    before = story.idle()
+    story.commit(40.5, 41)
+    story.done(41, 51, compute=(42.5, 50), arrived=29, clock=-5)
+    grown = {cause: seconds - before.get(cause, 0) for cause, seconds in story.idle().items()}
+    assert {cause: round(seconds, 6) for cause, seconds in grown.items() if seconds > 1e-6} == {
+        "weights": 2,
+        "launch": 0.5,
+    }
 
 
 @pytest.mark.parametrize("clock", [-5.0, 5.0])

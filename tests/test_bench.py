@@ -230,6 +230,7 @@ def test_a_benchmark_of_one_engine_refuses_to_compare() -> None:
         ("prefix", ["--kernels"], "kernels=True"),
         ("small", ["--api-processes", "2"], "api_processes=2"),
         ("sampling", ["--kernels"], "kernels=True"),
+        ("tail", ["--update-every", "8"], "update_every=8"),
         ("mixed", ["--deterministic"], "deterministic=True"),
         ("offload", ["--impl", "both"], "impl='both'"),
         ("article", ["--peer-dir", "peers"], "peer_dir='peers'"),
@@ -257,6 +258,7 @@ def test_options_that_a_benchmark_takes_reach_it(monkeypatch: pytest.MonkeyPatch
         "max_step_tokens": 512,
         "kernels": True,
         "api_processes": 2,
+        "update_every": 8,
     }
     given = BenchOptions(repetitions=1, **{option: values[option] for option in benchmark.takes})
     benchmark.run(given, print)

@@ -16,6 +16,7 @@ from delays import DelayedDevice, PoisoningRunner
 from reference import check_greedy
 
 from twostroke import Engine, SamplingParams
+from twostroke.bench.updates import measure_updates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,6 +160,19 @@ def test_g11_an_engine_that_slept_gives_the_same_tokens(variant):
         assert addresses != [tensor.data_ptr() for tensor in engine._parts.loaded.model.tensors()]
         assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == before
         del kept
+
+
+@pytest.mark.parametrize("variant", ["sync eager", "sync graphs", "async graphs"])
+def test_g11_weights_written_amid_requests_are_metered_and_keep_every_token(variant):
+    """The same values, so thin products and graphs must read where they did; each write lies in a gap of its own."""
+    prompts, params = make_prompts([64] * 5), [GREEDY] * 5
+    with running("qwen3-0.6b", dtype="bfloat16", **VARIANTS[variant]) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        measured, figures = measure_updates(engine, prompts, params, engine.model.copy_weights(), every=10)
+    assert [output.token_ids for output in measured.outputs] == expected
+    assert 1 <= figures["updates"] <= 4
+    assert figures["versions_fit"]
+    assert all(0 < write <= pause for write, pause in zip(figures["writes_ms"], figures["pauses_ms"], strict=True))
 
 
 def test_bf16_logits_stay_close_to_fp32():

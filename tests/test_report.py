@@ -20,8 +20,10 @@ def run(seconds: float, loop: str | None = "async", engine: str = "twostroke", *
     return Run(engine=engine, loop=loop, seconds=seconds, tokens=100, **figures)
 
 
-def result(*runs: Run, benchmark: str = "article", gpu: str | None = "GPU X", date: str = "2026-01-02") -> Result:
-    return Result(benchmark=benchmark, gpu=gpu, workload={}, runs=runs, date=date)
+def result(
+    *runs: Run, benchmark: str = "article", gpu: str | None = "GPU X", date: str = "2026-01-02", **facts: object
+) -> Result:
+    return Result(benchmark=benchmark, gpu=gpu, workload=facts, runs=runs, date=date)
 
 
 PUBLISHED = (run(300.6, "sync", gpu_active=0.76), run(234.5, "async", gpu_active=0.994))
@@ -126,6 +128,15 @@ def test_the_newest_result_of_each_benchmark_and_machine_counts() -> None:
         ("article", "GPU Y", "2026-01-02"),
         ("gsm8k", "GPU X", "2026-01-02"),
     ]
+
+
+def test_a_run_with_new_weights_is_another_benchmark(tmp_path: Path) -> None:
+    """Its file and its table stand beside those of the run without."""
+    plain, updated = result(*PUBLISHED), result(*PUBLISHED, date="2026-01-03", update_every=512)
+    assert newest([updated, plain]) == [plain, updated]
+    assert report.section(updated).startswith("### article, new weights every 512 steps, GPU X")
+    assert plain.write(tmp_path).name == "article-gpu-x-2026-01-02.json"
+    assert updated.write(tmp_path).name == "article-new-weights-every-512-steps-gpu-x-2026-01-03.json"
 
 
 def test_the_page_changes_between_its_marks_only(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def made_up(steps=6, period=5e-3, gap=1e-3, skews=(0.0,)):
                 d2h=(device + period - gap, device + period - 0.95 * gap),
             )
         )
-    idle = {"plan": 1.0, "h2d": 0.5, "commit": 0.5, "launch": 0.0, "capture": 0.0, "nothing": 9.0}
+    idle = {"plan": 1.0, "h2d": 0.5, "commit": 0.5, "launch": 0.0, "capture": 0.0, "weights": 0.0, "nothing": 9.0}
     return Profile("sync", 10.0, steps, 0.8, 8.0, idle, window)
 
 
@@ -258,8 +258,8 @@ def test_the_command_writes_its_files_and_prints_idle_time_by_cause(tmp_path: Pa
     assert done.exit_code == 0, done.output
     assert {path.name for path in out.iterdir()} == {"trace.json", "timeline.html", "timeline.png"}
     header, sync, other = [line for line in done.stdout.splitlines() if line][:3]
-    assert re.findall(r"idle: (\w+) ms", header) == ["plan", "h2d", "commit", "launch", "capture", "nothing"]
-    assert re.match(r"sync +\d+\.\d{3} +12 +\d+\.\d% +\d+\.\d( +\d+\.\d\d){6}$", sync)
+    assert re.findall(r"idle: (\w+) ms", header) == ["plan", "h2d", "commit", "launch", "capture", "weights", "nothing"]
+    assert re.match(r"sync +\d+\.\d{3} +12 +\d+\.\d% +\d+\.\d( +\d+\.\d\d){7}$", sync)
     assert other.startswith("async")
 
 

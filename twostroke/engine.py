@@ -46,7 +46,7 @@ class EngineStats:
             work, and with nothing to do.
         resting_seconds: how long there has been nothing to do by now, which `idle_seconds` has from the next step on.
         idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `launch`,
-            `capture`, `nothing`; see `device.step_times.gap_parts`.
+            `capture`, `weights`, `nothing`; see `device.step_times.gap_parts`.
         cpu_seconds: seconds of the loop's thread by phase: `plan`, `fill`, `queue`, `wait`, `commit`.
     """
 

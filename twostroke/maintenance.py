@@ -111,8 +111,8 @@ class Maintenance:
     def _write(
         self, tensors: dict[str, torch.Tensor], recompute: bool, scheduler: Scheduler, future: Future[Any]
     ) -> None:
-        compute, written = self._parts.device.compute, self._parts.device.event()
-        compute.run(lambda: self._parts.loaded.model.write_weights(tensors))
-        compute.record(written)
+        parts, written = self._parts, self._parts.device.event()
+        parts.runner.write_weights(lambda: parts.loaded.model.write_weights(tensors))
+        parts.device.compute.record(written)
         result: tuple[int, Event] = scheduler.change_weights(recompute=recompute), written
         answer(future, result)

@@ -188,6 +188,11 @@ class Runner:
         self.activity.done(plan.step, began, time.perf_counter(), self.device)
         return slot.read()
 
+    def write_weights(self, write: Callable[[], object]) -> None:
+        """Queue `write` behind the steps that are launched, before all others."""
+        self.device.compute.run(partial(_metered, self.device.meter, write))
+        self.activity.wrote_weights()
+
     def rest(self) -> None:
         """Note that there is nothing to do: the gap before the next step is nobody's fault."""
         self.activity.rest()

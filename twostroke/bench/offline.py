@@ -17,13 +17,15 @@ from .ceilings import Ceilings, measure_ceilings
 from .floor import Cost, floor_of
 from .kernels import watch_kernels
 from .load import need_cuda
-from .measure import measure
+from .measure import Measured, measure
 from .offline_workloads import MAX_STEP_TOKENS, WORKLOADS, Workload
 from .options import BenchOptions
 from .peers import measure_peers
 from .result import Result, Run, compared
+from .updates import measure_updates
 
 WARM_UP_TOKENS = 8
+BLOCK_SIZE = 16
 STEADY_AFTER = 128
 """Steps after which every workload here decodes with all its rows."""
 
@@ -63,6 +65,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "prefix_cache": False,
         "read_bytes_per_s": ceilings.read_bytes_per_s,
         "flop_per_s": ceilings.flop_per_s,
+        **options.update_facts(),
         **built,
     }
     return Result(benchmark=name, gpu=torch.cuda.get_device_name(), workload=facts, runs=tuple(runs), failures=failures)
@@ -78,6 +81,8 @@ def _twostroke(
 ) -> list[Run]:
     params = [SamplingParams(temperature=workload.temperature, max_tokens=n, ignore_eos=True) for n in workload.outputs]
     warm_up = SamplingParams(temperature=workload.temperature, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    if options.update_every is not None:  # new weights need room beside the cache
+        settings = settings | {"block_size": BLOCK_SIZE, "num_blocks": workload.blocks(BLOCK_SIZE)}
     with Engine(
         workload.model,
         **settings,
@@ -99,19 +104,31 @@ def _twostroke(
             ceilings.flop_per_s,
         )
         engine.generate(workload.prompts, warm_up, progress=False)
-        measured = [measure(engine, workload.prompts, params) for _ in range(options.repetitions)]
+        measured = _repeat(engine, workload.prompts, params, options)
         kernels = watch_kernels(engine, workload.prompts, params, STEADY_AFTER) if options.kernels else None
         return [
             one.as_run(
                 loop,
+                extra=extra,
                 bytes_per_s=floor.read_bytes / one.seconds,
                 floor_seconds=floor.seconds,
                 kernel_active=kernels and kernels.active,
                 kernel_us=kernels and kernels.us,
                 kernel_runs=kernels and kernels.runs,
             )
-            for one in measured
+            for one, extra in measured
         ]
+
+
+def _repeat(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], options: BenchOptions
+) -> list[tuple[Measured, dict[str, Any]]]:
+    """The measured runs, with their further figures."""
+    repetitions = range(options.repetitions)
+    if options.update_every is None:
+        return [(measure(engine, prompts, params), {}) for _ in repetitions]
+    weights = engine.model.copy_weights()
+    return [measure_updates(engine, prompts, params, weights, options.update_every) for _ in repetitions]
 
 
 def release_memory() -> None:

@@ -29,6 +29,11 @@ class Workload:
     max_rows: int
     max_model_len: int
 
+    def blocks(self, block_size: int) -> int:
+        """The blocks of a cache in which the longest `max_rows` requests run at once, the dummy block among them."""
+        lengths = [len(prompt) + new for prompt, new in zip(self.prompts, self.outputs, strict=True)]
+        return 1 + sum(sorted((-(-length // block_size) for length in lengths), reverse=True)[: self.max_rows])
+
 
 def article(new_tokens: int) -> Workload:
     """The published comparison: 32 requests with prompts of 128 tokens."""

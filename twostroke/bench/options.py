@@ -18,6 +18,7 @@ class BenchOptions:
         deterministic: measure that mode too, beside the engine without it.
         max_step_tokens: of the engine; None is the benchmark's own.
         kernels: also profile a window of steady steps, kernel by kernel.
+        update_every: replace the weights about every so many steps of a measured run; None is never.
         api_processes: serve by so many too, beside one.
         peers: names of other engines to measure on the same workload, see `peers.PEERS`.
         peer_dir: folder with the peers' scripts, their models' configurations and what they import.
@@ -30,6 +31,7 @@ class BenchOptions:
     deterministic: bool = False
     max_step_tokens: int | None = None
     kernels: bool = False
+    update_every: int | None = None
     api_processes: int = 1
     peers: tuple[str, ...] = ()
     peer_dir: Path | None = None
@@ -41,6 +43,10 @@ class BenchOptions:
     def facts(self, own_step_tokens: int) -> dict[str, Any]:
         """What a result says of the engine's options; see `step_tokens`."""
         return {"impl": self.impl, "slots": self.slots, "max_step_tokens": self.step_tokens(own_step_tokens)}
+
+    def update_facts(self) -> dict[str, Any]:
+        """What a result says of `update_every`: nothing if weights stay."""
+        return {} if self.update_every is None else {"update_every": self.update_every}
 
     def cases(self) -> dict[str, dict[str, Any]]:
         """Arguments of the engine for each case to measure, by its name. All are measured against the first."""

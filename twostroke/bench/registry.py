@@ -17,7 +17,7 @@ ENGINE = frozenset({"loops", "impl", "slots", "max_step_tokens"})
 CASES = ENGINE | {"deterministic"}
 """Of those that measure all of `BenchOptions.cases`."""
 
-OFFLINE = CASES | {"kernels"}
+OFFLINE = CASES | {"kernels", "update_every"}
 PEER = {"peers", "peer_dir"}
 
 

@@ -20,12 +20,12 @@ PRICE = 5.0
 
 
 def newest(results: Iterable[Result]) -> list[Result]:
-    """The newest result of each benchmark and machine, in the order of the registry, then of the machines."""
+    """The newest result of each title and machine, in the order of the registry, then of titles and machines."""
     found: dict[tuple[str, str], Result] = {}
     for result in sorted(results, key=lambda result: result.date):
-        found[result.benchmark, machine_of(result)] = result
+        found[result.title, machine_of(result)] = result
     order = list(BENCHMARKS)
-    return sorted(found.values(), key=lambda result: (order.index(result.benchmark), machine_of(result)))
+    return sorted(found.values(), key=lambda result: (order.index(result.benchmark), result.title, machine_of(result)))
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -40,7 +40,7 @@ def section(result: Result) -> str:
     """A result as Markdown: heading, facts, table, and the comparison of the loops if both were measured."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items() if version)
     parts = [
-        f"### {result.benchmark}, {machine_of(result)}",
+        f"### {result.title}, {machine_of(result)}",
         f"{BENCHMARKS[result.benchmark].summary[0].upper()}{BENCHMARKS[result.benchmark].summary[1:]}.",
         _markdown(table_of(result)),
     ]

@@ -123,9 +123,18 @@ class Result:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return path
 
+    @property
+    def title(self) -> str:
+        """The benchmark, and what makes another one of it."""
+        every = self.workload.get("update_every")
+        return self.benchmark if every is None else f"{self.benchmark}, new weights every {every} steps"
+
     def file_name(self) -> str:
-        machine = re.sub(r"[^a-z0-9]+", "-", (self.gpu or self.machine["cpu"]).lower()).strip("-")
-        return f"{self.benchmark}-{machine}-{self.date[:10]}.json"
+        name, machine = (
+            re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+            for text in (self.title, self.gpu or self.machine["cpu"])
+        )
+        return f"{name}-{machine}-{self.date[:10]}.json"
 
 
 def cpu_name() -> str:

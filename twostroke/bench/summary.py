@@ -69,8 +69,11 @@ def _number(value: float | None, form: str, scale: float = 1) -> str | None:
 
 
 def _extra(value: object) -> str | None:
-    """A cell for a further figure: a truth, or a number. A drawing gets a line of its own, see `drawings`."""
-    if isinstance(value, str):
+    """A cell for a further figure: a truth, or a number.
+
+    A drawing gets a line of its own, see `drawings`; a list of numbers is for the file alone.
+    """
+    if isinstance(value, str | list):
         return None
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -44,6 +44,10 @@ def bench(
     kernels: Annotated[
         bool, typer.Option(help="Also profile a window of steady steps, kernel by kernel; of the offline workloads.")
     ] = False,
+    update_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replace the weights every so many steps of a run; of the offline workloads."),
+    ] = None,
     api_processes: Annotated[
         int, typer.Option(min=1, help="Serve by so many API processes too, beside one; of serving.")
     ] = 1,
@@ -74,6 +78,7 @@ def bench(
         deterministic=deterministic,
         max_step_tokens=max_step_tokens,
         kernels=kernels,
+        update_every=update_every,
         api_processes=api_processes,
         peers=tuple(peer or ()),
         peer_dir=peer_dir,
@@ -92,7 +97,7 @@ LOOPS = {"sync": ("sync",), "async": ("async",), "both": ("sync", "async")}
 
 
 def _print_result(result: Result, price: float) -> None:
-    typer.echo(f"{result.benchmark} on {machine_of(result)}, {result.date[:10]}")
+    typer.echo(f"{result.title} on {machine_of(result)}, {result.date[:10]}")
     typer.echo(", ".join(f"{key} {value}" for key, value in result.workload.items()))
     table = table_of(result)
     speed = "; speed is relative to the fastest" if "speed" in table.columns else ""

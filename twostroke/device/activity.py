@@ -68,7 +68,8 @@ class Activity:
         self.sampled_tokens = 0
         self.prompt_tokens = 0
         self.window: Window | None = None
-        self._launched: deque[_Part] = deque()
+        self._launched: deque[_Part | None] = deque()  # None: new weights
+        self._writes: list[Span] = []
         self._in_flight: dict[int, StepTimes] = {}
         self._ended_early: set[int] = set()
         self.newest: StepTimes | None = None
@@ -175,6 +176,9 @@ class Activity:
         self.cpu["wait"] += ended - began
         while step not in self._ended_early:
             part = self._launched.popleft()
+            if part is None:
+                self._writes.append(device.meter.read())
+                continue
             part.times.wait = began, ended
             self._read(part, device)
             if part.last:
@@ -186,6 +190,9 @@ class Activity:
         times = part.times
         times.compute = device.meter.read()
         times.arrived_at = device.meter.time_of(part.arrived)
+        if self._writes:
+            times.writes = tuple(self._writes)
+            self._writes.clear()
         if part.window is not None:
             h2d, d2h = device.copy_meters
             # Of a step with held rows, the copy of the masks is not metered.
@@ -206,6 +213,10 @@ class Activity:
         self._free_at = ended
         if self.newest is not None:
             self.newest.commit = began, ended
+
+    def wrote_weights(self) -> None:
+        """Note that new weights were queued on the compute stream, and are metered there."""
+        self._launched.append(None)
 
     def captured(self, began: float, ended: float) -> None:
         """Note that graphs were captured."""

@@ -91,7 +91,7 @@ class CudaMeter(_EventPairs):
         self.known = self._mark()
 
     def set_clock(self) -> None:
-        """Set the clock by the host's; nothing that was begun is left to be read."""
+        """Set the clock by the host's; no step that was begun is left to be read."""
         self._free.append(self.known[0])
         self.known = self._mark()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-PLAN, H2D, COMMIT, LAUNCH, CAPTURE, NOTHING = CAUSES = ("plan", "h2d", "commit", "launch", "capture", "nothing")
-"""What the compute stream waited for, see `gap_parts`."""
+CAUSES = ("plan", "h2d", "commit", "launch", "capture", "weights", "nothing")
+PLAN, H2D, COMMIT, LAUNCH, CAPTURE, WEIGHTS, NOTHING = CAUSES
+"""What the compute stream waited for, or wrote between two steps, see `gap_parts`."""
 
 PHASES = ("plan", "fill", "queue", "wait", "commit")
 """What the CPU does for a step: `Scheduler.plan`; `Slot.fill`; handing the work to the streams; waiting for the output;
@@ -35,6 +37,7 @@ class StepTimes:
         plan, fill, queue, wait, commit: phases of the CPU.
         queued_at: host time, within `queue`, at which the step's input was on its way.
         captures: when graphs were captured since the last launch, host times.
+        writes: when new weights were written since the step before it, device times.
         arrived_at: device time at which the input was on the device.
         compute: the step itself, device times. gap: seconds from the end of the step before it.
         skew: what to add to device times to get host times.
@@ -51,6 +54,7 @@ class StepTimes:
     queue: Span
     queued_at: float
     captures: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
     wait: Span = (0.0, 0.0)
     commit: Span | None = None
     arrived_at: float = 0.0
@@ -73,9 +77,10 @@ def gap_parts(times: StepTimes) -> list[tuple[str, float, float]]:
                                  free_at                   queued_at    arrived_at
 
     If there was nothing to do, the part up to the plan is `nothing` in place of `commit`: without requests a commit
-    holds up nobody. Time in which a graph was captured is `capture` wherever it falls. Where the CPU was early, parts
-    are empty; where the input was there before step N - 1 ended, all that is left is `launch`, the way from one step to
-    the next on the device, which may lead past copies that the step waits for (`Plan.after`).
+    holds up nobody. Time in which a graph was captured is `capture` wherever it falls, and that in which the stream
+    wrote new weights is `weights`. Where the CPU was early, parts are empty; where the input was there before step
+    N - 1 ended, all that is left is `launch`, the way from one step to the next on the device, which may lead past
+    copies that the step waits for (`Plan.after`).
     """
     end = times.compute[0] + times.skew
     start = end - times.gap
@@ -84,16 +89,23 @@ def gap_parts(times: StepTimes) -> list[tuple[str, float, float]]:
     arrived = min(max(times.arrived_at + times.skew, copying), end)
     before = NOTHING if times.rested else COMMIT
     parts = [(before, start, planning), (PLAN, planning, copying), (H2D, copying, arrived), (LAUNCH, arrived, end)]
-    return _with_captures(parts, times.captures) if times.captures else parts
+    if times.captures:
+        parts = _cut_out(parts, CAPTURE, times.captures)
+    if times.writes:
+        parts = _cut_out(parts, WEIGHTS, [(began + times.skew, ended + times.skew) for began, ended in times.writes])
+    return parts
 
 
-def _with_captures(parts: list[tuple[str, float, float]], captures: tuple[Span, ...]) -> list[tuple[str, float, float]]:
+def _cut_out(
+    parts: list[tuple[str, float, float]], other: str, spans: Sequence[Span]
+) -> list[tuple[str, float, float]]:
+    """Give what lies in `spans`, in their order, to another cause."""
     cut = []
     for cause, start, end in parts:
-        for began, ended in captures:
+        for began, ended in spans:
             low, high = max(start, began), min(end, ended)
             if low < high:
-                cut += [(cause, start, low), (CAPTURE, low, high)]
+                cut += [(cause, start, low), (other, low, high)]
                 start = high
         cut.append((cause, start, end))
     return cut

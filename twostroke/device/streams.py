@@ -106,7 +106,7 @@ class Device(ABC):
 
     @abstractmethod
     def set_clock(self) -> None:
-        """Set the meters' clock to `time.perf_counter`; nothing that was begun is left to be read."""
+        """Set the meters' clock to `time.perf_counter`; no step that was begun is left to be read."""
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which what the calling thread queues runs on this device, on the compute stream."""

@@ -158,6 +158,9 @@ class TransformersModel:
     def spare_names(self, names: Iterable[str]) -> set[str]:
         return set(names) & (self._model.state_dict().keys() - self._own_tensors().keys())
 
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self._own_tensors().items()}
+
     @torch.no_grad()
     def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = self._own_tensors()

@@ -90,20 +90,24 @@ class Decoder:
         return tensors
 
     def pack(self) -> None:
-        """Bring the linear layers into the layout that is fastest on this device; plain weights are let go."""
+        """Bring the linear layers into the layout that is fastest on this device, and choose how steps run."""
+        self.repack()
+        if self._ops is ops:  # thin products sum in an order of their own
+            self._thin = ThinDecoder.made_for(self)
+
+    def repack(self) -> None:
+        """Undo `unpack`: plain weights that a packed one can take the place of are let go."""
         for block in self.blocks:
             for linear in block.linears:
                 linear.pack()
         self.head.pack()
-        if self._ops is ops:  # thin products sum in an order of their own
-            self._thin = ThinDecoder.made_for(self)
 
     def norm_after(self, index: int) -> torch.Tensor:
         """The weight of the norm behind layer `index`: the next layer's first, or the last one."""
         return self.blocks[index + 1].attention_norm if index + 1 < len(self.blocks) else self.final_norm
 
     def unpack(self) -> None:
-        """Undo `pack`."""
+        """Bring all weights into the plain layout, to be read or written."""
         for block in self.blocks:
             for linear in block.linears:
                 linear.unpack()
@@ -121,6 +125,9 @@ class Decoder:
 
     def spare_names(self, names: Iterable[str]) -> set[str]:
         return weights.spare_names(self, names)
+
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        return weights.copy_weights(self)
 
     def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         weights.write_weights(self, tensors)

@@ -42,6 +42,10 @@ class Model(Protocol):
         """Those of `names` that a checkpoint may have and `write_weights` passes over, since they say nothing new."""
         ...
 
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights as `write_weights` takes them, made on the current stream; no step may run."""
+        ...
+
     def write_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy checked tensors over the weights, on the current stream; the storage stays, so graphs stay valid."""
         ...

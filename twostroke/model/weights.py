@@ -74,12 +74,23 @@ def spare_names(decoder: Decoder, names: Iterable[str]) -> set[str]:
 
 
 def write_weights(decoder: Decoder, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy checked tensors into the storage that the decoder's weights have; packed ones are packed anew."""
+    """Copy checked tensors into the storage that the decoder's weights have; packed ones are packed anew.
+
+    What was made for the storage, and not for the values, stays: graphs, and the choice of thin products.
+    """
     decoder.unpack()
     targets = _targets(decoder)
     for name in tensors.keys() & targets.keys():
         targets[name].copy_(tensors[name], non_blocking=True)
-    decoder.pack()
+    decoder.repack()
+
+
+def copy_weights(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, by their Hugging Face names."""
+    decoder.unpack()
+    copies = {name: target.clone() for name, target in _targets(decoder).items()}
+    decoder.repack()
+    return copies
 
 
 def _targets(decoder: Decoder) -> dict[str, torch.Tensor]:

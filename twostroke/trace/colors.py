@@ -20,6 +20,7 @@ CAUSE_COLORS = {
     "commit": "#e16f8c",
     "launch": "#57606a",
     "capture": "#8a4600",
+    "weights": "#0a7d91",
     "nothing": "#8c959f",
 }
 
