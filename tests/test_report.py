@@ -165,3 +165,44 @@ def test_the_documentation_is_up_to_date_with_the_results() -> None:
     """If this fails: make tables."""
     page = (ROOT / "docs" / "performance.md").read_text()
     assert updated(page, read_results(ROOT / "bench" / "results")) == page
+
+
+SIMULATED = ROOT / "bench" / "results" / "simulated"
+ROUTINGS = {"least-loaded": "least loaded", "prefix-aware": "by beginnings"}
+
+
+def row_of(simulated: dict) -> str:
+    """The row of a simulation of conversations in the table of `docs/scale.md`."""
+    (one,) = simulated["candidates"]
+    times = ("first_token_p50", "first_token_p99", "inter_token_p99")
+    cells = [
+        one["replicas"],
+        f"{simulated['traffic']['rate']:g}",
+        ROUTINGS[simulated["routing"]],
+        f"{one['cached_share']:.1%}",
+        *(f"{1e3 * one[name]:.0f} ms" for name in times),
+        f"{one['busy_share']:.1%}",
+    ]
+    return f"  | {' | '.join(map(str, cells))} |"
+
+
+def test_the_table_of_simulated_routings_is_that_of_its_files() -> None:
+    rows = [row_of(json.loads(file.read_text())) for file in SIMULATED.glob("turns-*.json")]
+    lines = (ROOT / "docs" / "scale.md").read_text().splitlines()
+    assert sorted(line for line in lines if any(f"| {name} |" in line for name in ROUTINGS.values())) == sorted(rows)
+
+
+def test_the_figures_of_the_simulator_are_those_of_its_files() -> None:
+    page = " ".join((ROOT / "docs" / "simulate.md").read_text().split())
+    (million,) = json.loads((SIMULATED / "million-4-least-loaded.json").read_text())["candidates"]
+    took = million["simulated_in"]
+    assert (
+        f"{million['output_tokens'] / 1e6:.0f} million tokens, {million['steps'] / 1e6:.1f} million steps) took "
+        f"{took['cpu_seconds']:.0f} seconds of one core."
+    ) in page
+    assert f"by the clock it was {took['wall_seconds'] / 60:.0f} minutes" in page
+    (file,) = SIMULATED.parent.glob("simulate-gsm8k-*.json")
+    (one,) = json.loads(file.read_text())["runs"]
+    assert (
+        f"{one['error']:.1%} too fast, {one['tokens_per_s']:,.0f} tokens/s for {one['measured_tokens_per_s']:,.0f}"
+    ) in page
