@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from twostroke.bench.result import Result, Run
 from twostroke.cli.main import app
+from twostroke.jobs.journal import DurableFile
 
 TINY = ("--model", "tiny", "--device", "cpu", "--num-blocks", "64", "--max-rows", "8", "--engine-seed", "1")
 
@@ -135,6 +136,27 @@ def test_stdin_may_be_gzipped(tmp_path):
         assert result.exit_code == 0, result.output
     assert len(read_lines(tmp_path / "out")) == 4
     assert not list(tmp_path.glob("*.stdin"))
+
+
+def test_stdin_is_copied_for_one_command_at_a_time(tmp_path):
+    """Another one of the same output would write over the lines that the first has not read yet."""
+    copy = tmp_path / "out.stdin"
+    first = DurableFile(copy)
+    first.lock()
+    first.append(b'{"prompt": [3]}\n')
+    for flags in ((), ("--dry-run",)):
+        result = CliRunner().invoke(app, ["batch", "-", "-o", str(tmp_path / "out"), *TINY, *flags], input=b"{}")
+        assert result.exit_code == 2
+        assert f"input='-': its copy '{copy}' is in use by another process" in result.stderr
+        assert copy.read_bytes() == b'{"prompt": [3]}\n'
+    first.close()
+
+
+def test_of_stdin_no_copy_is_left_by_a_command_that_was_refused(tmp_path):
+    (tmp_path / "out").write_text("somebody's\n")
+    result = CliRunner().invoke(app, ["batch", "-", "-o", str(tmp_path / "out"), *TINY], input=b'{"prompt": [3]}')
+    assert "is there already, without a journal" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_dry_run_counts_and_estimates(tmp_path):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from .batch_request import RequestReader
 from .batch_run import BatchRun
 from .estimate import Estimate, estimate
 from .journal import Totals
+from .stdin_copy import stdin_copied
 
 if TYPE_CHECKING:
     from .ray_run import RayRun
@@ -40,7 +39,7 @@ class BatchJob:
     """A file of requests to be answered into another one.
 
     Attributes:
-        source: the input; `-` is stdin, a copy of which is kept beside the output until all is done.
+        source: the input; `-` is stdin, a copy of which is kept beside the output meanwhile.
         output: where answers go. errors: where errors go; None: there too.
         engine: arguments of `Engine`.
         model_name: what lines call the model; None: the name that the engine gets.
@@ -80,17 +79,12 @@ class BatchJob:
             if path is not None and not path.parent.is_dir():
                 raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
         answer = self._answer if self.ray is None else partial(self._answer_on_ray, self._ray_run())
-        with self._explained():
-            survey = self._input.survey()
-            output = BatchOutput(self.output, self.errors, self._identity(survey.digest))
-        try:
-            if output.state.totals.requests < survey.requests:
-                with self._explained():
-                    answer(survey, output, on_error, progress)
-            self._copy.unlink(missing_ok=True)
-            return output.totals
-        finally:
-            output.close()
+        with self._explained(), self._open_input() as source:
+            survey = source.survey()
+            with closing(BatchOutput(self.output, self.errors, self._identity(survey.digest))) as output:
+                if output.state.totals.requests < survey.requests:
+                    answer(source, survey, output, on_error, progress)
+                return output.totals
 
     def estimate(self, on_error: OnError) -> Estimate:
         """Count what there is to do, without an engine.
@@ -101,24 +95,19 @@ class BatchJob:
         """
         directory, config = model_files(self.engine.get("model", DEFAULT_MODEL))
         longest = self.engine.get("max_model_len") or max_positions(config, self.engine.get("impl", "auto"))
-        try:
-            survey = self._input.survey()
+        with self._open_input() as source:
+            survey = source.survey()
             reader = RequestReader(find_tokenizer(directory), self.name, longest, None, survey.duplicates)
-            return estimate(self._input.lines(survey), reader, on_error)
-        finally:
-            self._copy.unlink(missing_ok=True)
+            return estimate(source.lines(survey), reader, on_error)
 
-    @cached_property
-    def _input(self) -> BatchInput:
+    @contextmanager
+    def _open_input(self) -> Iterator[BatchInput]:
         if self.source != Path("-"):
-            return BatchInput(self.source, self.limit, self.shard)
-        with self._copy.open("wb") as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
-        return BatchInput(self._copy, self.limit, self.shard)
-
-    @property
-    def _copy(self) -> Path:
-        return self.output.with_name(self.output.name + ".stdin")
+            yield BatchInput(self.source, self.limit, self.shard)
+            return
+        copy = self.output.with_name(self.output.name + ".stdin")
+        with stdin_copied(copy):
+            yield BatchInput(copy, self.limit, self.shard)
 
     def _identity(self, digest: str) -> dict[str, Any]:
         deciding = {name: self.engine.get(name) for name in DECIDING}
@@ -127,8 +116,10 @@ class BatchJob:
         own = {"errors": errors, "model_name": self.name, "limit": self.limit, "shard": str(self.shard)}
         return {**deciding, **own, "input": digest}
 
-    def _answer(self, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None) -> None:
-        lines = (line for line in self._input.lines(survey) if not output.state.has(line.number))
+    def _answer(
+        self, source: BatchInput, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None
+    ) -> None:
+        lines = (line for line in source.lines(survey) if not output.state.has(line.number))
         with Engine(**self.engine) as engine:
             output.start_clock()
             reader = RequestReader(
@@ -148,13 +139,19 @@ class BatchJob:
         return RayRun
 
     def _answer_on_ray(
-        self, kind: type[RayRun], survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None
+        self,
+        kind: type[RayRun],
+        source: BatchInput,
+        survey: Survey,
+        output: BatchOutput,
+        on_error: OnError,
+        progress: bool | None,
     ) -> None:
         assert self.ray is not None
         output.start_clock()
         with BatchProgress(None, output, survey.requests, self.price, progress) as bar:
             run = kind(self.ray, self.engines, self.engine, self.name, bar.show, on_error)
-            run.run(self._input, survey, output)
+            run.run(source, survey, output)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
