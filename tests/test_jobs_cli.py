@@ -6,15 +6,19 @@ import gzip
 import itertools
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from batch_case import plain, read_lines, write_lines
 from typer.testing import CliRunner
 
+from twostroke import InvalidRequest
 from twostroke.bench.result import Result, Run
 from twostroke.cli.main import app
+from twostroke.cli.measured_speed import read_speed
 from twostroke.jobs.journal import DurableFile
+from twostroke.simulate.shape import cost_of_preset
 
 TINY = ("--model", "tiny", "--device", "cpu", "--num-blocks", "64", "--max-rows", "8", "--engine-seed", "1")
 
@@ -160,20 +164,41 @@ def test_of_stdin_no_copy_is_left_by_a_command_that_was_refused(tmp_path):
 
 
 def test_a_dry_run_counts_and_estimates(tmp_path):
-    lines = [{"prompt": [1, 2, 3], "max_tokens": 10, "n": 2}, {"prompt": [1], "max_tokens": 5}, "junk"]
+    """The benchmark computed 1 prompt token for 5 output tokens; what goes beyond that takes its time, too."""
+    lines = [{"prompt": [1, 2, 3], "max_tokens": 10, "n": 2}, {"prompt": [1] * 12, "max_tokens": 5}, "junk"]
     measured = Run(engine="twostroke", loop="async", seconds=2, tokens=10)
-    bench = Result(benchmark="small", gpu=None, workload={}, runs=(measured,))
-    file = bench.write(tmp_path / "bench.json")
-    flags = (*TINY, "--dry-run", "--bench", file, "--price", 7200)
-    result = run(write_lines(tmp_path / "in", lines), "-o", tmp_path / "out", *flags)
+    bench = Result(benchmark="small", gpu="X", workload={"model": "tiny", "prompt_tokens": 2}, runs=(measured,))
+    flags = (*TINY, "--dry-run", "--bench", bench.write(tmp_path / "bench.json"), "--price", 7200)
+    source = write_lines(tmp_path / "in", lines)
+    result = run(source, "-o", tmp_path / "out", *flags)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "3 requests, 1 of which cannot be answered",
-        "4 prompt tokens, at most 25 output tokens",
-        "at most 5 s at 5 output tokens/s, $10.00",
+        "15 prompt tokens, at most 25 output tokens",
+        "about 7 s, $14.00 if no text ends early: 1 engine at 5 output tokens/s (small, tiny, X)",
     ]
     assert "line 3: the line is not JSON" in result.stderr
     assert not (tmp_path / "out").exists()
+    many = run(source, "-o", tmp_path / "out", *flags, "--ray", "auto", "--engines", "7").stdout
+    assert "about 1 s, $2.00 if no text ends early: 7 engines at" in many
+    assert "give --bench FILE" in run(source, "-o", tmp_path / "out", *TINY, "--dry-run").stdout
+
+
+def test_where_ceilings_are_known_prompts_are_computed_as_far_from_them_as_the_run_was(tmp_path):
+    """Here half as fast as they allow, which is 2000 tokens a second."""
+    run = Run(engine="twostroke", loop="async", seconds=2, tokens=10, floor_seconds=1)
+    facts = {"model": "tiny", "prompt_tokens": 20, "flop_per_s": 2000 * cost_of_preset("tiny").token_flop}
+    bench = Result(benchmark="small", gpu="X", workload=facts, runs=(run,))
+    speed = read_speed(bench.write(tmp_path / "bench.json"))
+    assert speed.seconds(100, 50) == pytest.approx(10)
+    assert speed.seconds(100 + 7000, 50) == pytest.approx(10 + 7)
+
+
+@pytest.mark.parametrize("name", ["cpu-step", "admission", "grammar-masks"])
+def test_a_result_that_answers_no_requests_tells_no_speed(name):
+    (file,) = (Path(__file__).parent.parent / "bench" / "results").glob(f"{name}-*.json")
+    with pytest.raises(InvalidRequest, match=f"'{name}' does not tell how fast"):
+        read_speed(file)
 
 
 def test_engines_need_ray(tmp_path):

@@ -9,6 +9,7 @@ import typer
 
 from ..errors import InvalidRequest, counted
 from .flags import EngineFlags, with_flags
+from .measured_speed import MeasuredSpeed, read_speed
 
 if TYPE_CHECKING:
     from ..jobs.estimate import Estimate
@@ -34,7 +35,9 @@ def batch(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests, the first ones.")] = None,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Only every Nth request, from the Ith on.")] = "1/1",
-    price: Annotated[float, typer.Option(min=0, help="Of an hour of the machine, in dollars.")] = 0.0,
+    price: Annotated[
+        float, typer.Option(min=0, help="Of an hour of the machine, or of all with --ray, in dollars.")
+    ] = 0.0,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Answer on this Ray cluster; auto is the one of this machine.")
     ] = None,
@@ -66,7 +69,8 @@ def batch(
     )
     say = _LineErrors()
     if dry_run:
-        _print_estimate(job.estimate(say), _speed(bench), price)
+        speed = None if bench is None else read_speed(bench)
+        _print_estimate(job.estimate(say), speed, engines or 1, price)
         return
     try:
         totals = job.run(say)
@@ -104,30 +108,19 @@ def _print_totals(totals: Totals, price: float) -> None:
     )
 
 
-def _print_estimate(found: Estimate, speed: float | None, price: float) -> None:
+def _print_estimate(found: Estimate, speed: MeasuredSpeed | None, engines: int, price: float) -> None:
     from ..jobs.batch_progress import cost
 
     typer.echo(f"{counted(found.requests, 'request')}, {found.failed} of which cannot be answered")
     typer.echo(
         f"{counted(found.prompt_tokens, 'prompt token')}, at most {counted(found.completion_tokens, 'output token')}"
     )
-    if speed is not None:
-        seconds = found.seconds(speed)
-        money = f", ${cost(seconds, price):.2f}" if price else ""
-        typer.echo(f"at most {seconds:.0f} s at {speed:.0f} output tokens/s{money}")
-
-
-def _speed(file: Path | None) -> float | None:
-    """Output tokens a second of the fastest run of twostroke in a benchmark's result."""
-    if file is None:
-        return None
-    from ..bench.result import Result
-
-    try:
-        runs = Result.read(file).runs
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"bench={str(file)!r} is not a result of twostroke bench: {error}") from error
-    speeds = [run.tokens_per_s for run in runs if run.engine == "twostroke"]
-    if not speeds:
-        raise InvalidRequest(f"bench={str(file)!r} has no run of twostroke")
-    return max(speeds)
+    if speed is None:
+        typer.echo("time and cost: give --bench FILE, a result of twostroke bench")
+        return
+    seconds = speed.seconds(found.prompt_tokens, found.completion_tokens) / engines
+    money = f", ${cost(seconds, price):.2f}" if price else ""
+    typer.echo(
+        f"about {seconds:.0f} s{money} if no text ends early: {counted(engines, 'engine')} at "
+        f"{speed.tokens_per_s:.0f} output tokens/s ({speed.source})"
+    )

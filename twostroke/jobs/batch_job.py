@@ -44,7 +44,7 @@ class BatchJob:
         engine: arguments of `Engine`.
         model_name: what lines call the model; None: the name that the engine gets.
         limit, shard: see `BatchInput`.
-        price: of an hour of the machine, in dollars.
+        price: of an hour of the machine, or of all machines on Ray, in dollars.
         ray: address of a Ray cluster whose machines answer; None: this one does. engines: see `RayRun`.
     """
 

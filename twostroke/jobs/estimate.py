@@ -25,10 +25,6 @@ class Estimate:
     prompt_tokens: int
     completion_tokens: int
 
-    def seconds(self, tokens_per_s: float) -> float:
-        """Time at that many output tokens a second."""
-        return self.completion_tokens / tokens_per_s
-
 
 def estimate(lines: Iterator[Line], reader: RequestReader, on_error: Callable[[int, ApiError], None]) -> Estimate:
     """Read all lines as a run would."""

@@ -1,0 +1,68 @@
+"""The speed of an engine, as a file says that a benchmark measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from ..bench.result import Run
+
+WHOLE = ("model", "prompt_tokens")
+"""What a result must state: others run no requests from beginning to end, or not with a model."""
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """Attributes:
+    source: benchmark, model, and GPU.
+    tokens_per_s: output tokens a second.
+    prompt_share: prompt tokens that were computed meanwhile, for each output token.
+    prompt_tokens_per_s: further prompt tokens a second.
+    """
+
+    source: str
+    tokens_per_s: float
+    prompt_share: float
+    prompt_tokens_per_s: float
+
+    def seconds(self, prompt_tokens: int, completion_tokens: int) -> float:
+        """What so many tokens take one engine."""
+        further = max(0.0, prompt_tokens - self.prompt_share * completion_tokens)
+        return completion_tokens / self.tokens_per_s + further / self.prompt_tokens_per_s
+
+
+def read_speed(file: Path) -> MeasuredSpeed:
+    """The speed of the fastest run of twostroke in a benchmark's result.
+
+    Raises:
+        InvalidRequest: the file is no result, or tells no speed.
+    """
+    from ..bench.result import Result
+
+    try:
+        result = Result.read(file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(f"bench={str(file)!r} is not a result of twostroke bench: {error}") from error
+    runs, facts = [run for run in result.runs if run.engine == "twostroke"], result.workload
+    if not runs or any(name not in facts for name in WHOLE):
+        raise InvalidRequest(f"bench={str(file)!r}: {result.benchmark!r} does not tell how fast requests are answered")
+    run = max(runs, key=lambda run: run.tokens_per_s)
+    source = ", ".join(filter(None, (result.benchmark, str(facts["model"]), result.gpu)))
+    return MeasuredSpeed(source, run.tokens_per_s, facts["prompt_tokens"] / run.tokens, _prompt_speed(run, facts))
+
+
+def _prompt_speed(run: Run, facts: Mapping[str, Any]) -> float:
+    """Prompt tokens a second: at the ceiling of products, as far as the run came near its floor.
+
+    Where the file tells no ceiling, a prompt token takes as long as an output token, which is more than it will.
+    """
+    from ..simulate.shape import cost_of_preset
+
+    if run.floor_share is None:
+        return run.tokens_per_s
+    return facts["flop_per_s"] / cost_of_preset(facts["model"]).token_flop * run.floor_share
