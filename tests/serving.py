@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,7 @@ class Client:
     def request(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> Response:
         connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # who has answered need not read the rest
-                connection.request(method, path, body, headers or {})
+            connection.request(method, path, body, headers or {})
             got = connection.getresponse()
             return Response(got.status, got.headers, got.read())
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from typing import Any
@@ -12,6 +13,7 @@ from serving import hosted
 from twostroke.openai.chat import ChatRequest
 from twostroke.openai.completions import CompletionRequest
 from twostroke.openai.responses import ResponsesRequest
+from twostroke.server.unread import MAX_UNREAD_BYTES
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = [{"role": "user", "content": "Hi"}]
@@ -243,19 +245,53 @@ def test_a_body_that_is_too_large(server):
 
 
 def test_a_body_that_grows_too_large(server):
-    """One whose size is not told beforehand is cut off when it passes the limit."""
+    """One whose size is not told beforehand, and that does not end, is refused once it has passed the limit."""
     with socket.create_connection(server.address) as connection:
         head = (
             f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         connection.sendall(head.encode())
         piece = b"100000\r\n" + b"a" * 0x100000 + b"\r\n"
-        try:
-            for _ in range(12):
-                connection.sendall(piece)
-        except OSError:
-            return
+        for _ in range(12):
+            connection.sendall(piece)
         assert b" 413 " in connection.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "status"), [(TEXT, "application/json", 413), (TEXT, "text/plain", 415), ("/none", "a/b", 404)]
+)
+@pytest.mark.parametrize("sent", ["kept", "closed", "in chunks"])
+def test_who_sends_all_before_reading_gets_the_answer(server, path, kind, status, sent):
+    """The connection was reset amid the body, and the answer lost."""
+    data = b"a" * 20_000_000
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\n"
+    if sent == "in chunks":
+        data = b"".join(b"100000\r\n" + data[:0x100000] + b"\r\n" for _ in range(20)) + b"0\r\n\r\n"
+        head += "Transfer-Encoding: chunked\r\n"
+    else:
+        head += f"Content-Length: {len(data)}\r\n" + "Connection: close\r\n" * (sent == "closed")
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(f"{head}\r\n".encode() + data)
+        assert connection.recv(100).startswith(f"HTTP/1.1 {status}".encode())
+        if sent != "closed":
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b"HTTP/1.1 200" in http.client.HTTPResponse(connection).fp.read()
+
+
+def test_who_asks_before_sending_a_body_is_told_at_once(server):
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: 5000\r\n"
+    with socket.create_connection(server.address, timeout=10) as connection:
+        connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.headers["Connection"]) == (415, "close")
+        assert connection.recv(1) == b""
+
+
+def test_a_refused_body_without_end_is_not_read_for_ever(server):
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: text/plain\r\nContent-Length: {10**12}\r\n\r\n"
+    with socket.create_connection(server.address, timeout=10) as connection, pytest.raises(ConnectionError):
+        connection.sendall(head.encode() + bytes(3 * MAX_UNREAD_BYTES))
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])

@@ -26,6 +26,7 @@ from .request_log import HEADER, RequestLog
 from .scrape import add_metrics
 from .service import Service
 from .tokens import DetokenizeRequest, TokenizeRequest, add_tokens
+from .unread import ReadToEnd
 
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
 
@@ -53,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
         from .tracing import TraceParent  # its packages are an extra of their own
 
         app.add_middleware(TraceParent)
+    app.add_middleware(ReadToEnd)
     app.add_middleware(RequestLog)
     description = describe(app, BODIES)
     app.openapi = lambda: description  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
         data += chunk
         if len(data) > limit:
             message = f"the body is larger than {counted(limit, 'byte')}"
-            raise ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+            raise ApiError(413, message, code="body_too_large")
     try:
         return kind.model_validate_json(bytes(data))
     except ValidationError as error:
