@@ -17,6 +17,7 @@ import urllib.request
 from contextlib import ExitStack
 from typing import Any
 
+import psutil
 import pytest
 from serving import hosted, parse_events, read_events, served
 from watching import PATIENCE, wait_until
@@ -165,6 +166,30 @@ def test_requests_that_take_too_long_are_cancelled_at_the_end(small_dir):
 
 
 # The start
+
+
+@pytest.mark.parametrize(
+    ("name", "to_all", "processes"),
+    [(signal.SIGTERM, False, "1"), (signal.SIGINT, True, "1"), (signal.SIGTERM, True, "2")],
+)
+def test_g07_a_signal_before_the_engine_is_ready(name, to_all, processes):
+    """It ends the start as it would end the server: one for the parent alone, and those that reach every process."""
+    command = [sys.executable, "-m", "twostroke", "serve", "--model", "tiny", "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--api-processes", processes],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        children: list[psutil.Process] = []
+        while not any("spawn_main" in " ".join(child.cmdline()) for child in children):
+            assert process.poll() is None
+            children = psutil.Process(process.pid).children()
+        (os.killpg if to_all else os.kill)(process.pid, name)
+        said, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, said, errors) == (0, "", "")
+    wait_until(lambda: not any(child.is_running() for child in children))
 
 
 def start(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import signal
 import socket
-from collections.abc import Iterator
 from multiprocessing.reduction import send_handle
 
 from .. import errors
 from ..errors import EngineDead, TwostrokeError
 from .api_process import Task, run_api_process
 from .board import Board
-from .engine_child import EngineChild
+from .engine_child import EngineChild, signals_blocked
 from .settings import ServerSettings
 from .wire import Drain, NewEngine, Refused, decode_from_api, encode
 
@@ -44,7 +42,7 @@ class ApiChild:
         task = Task(settings, seed, level, board, listener, there, attached)
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=run_api_process, args=(task,), name="twostroke-api")
-        with _signals_blocked():
+        with signals_blocked():
             self._process.start()
         there.close()
         if attached is not None:
@@ -90,19 +88,6 @@ class ApiChild:
         """End it at once, if it has not ended."""
         self._process.kill()
         self._process.join()
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """A process that is started meanwhile never sees the signals of a terminal or a service: this one acts on them.
-
-    Those that come meanwhile reach it a little later.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _readable(descriptor: int) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
@@ -67,7 +68,8 @@ class EngineChild:
         # NOTE: spawned, since neither threads nor CUDA survive a fork.
         context = multiprocessing.get_context("spawn")
         self._process = context.Process(target=target, args=(there, dict(arguments)), name="twostroke-engine")
-        self._process.start()
+        with signals_blocked():
+            self._process.start()
         there.close()  # the engine process has the only other end now, and the connection ends when it dies
         atexit.register(self.hang_up)  # before multiprocessing waits for its processes there
         try:
@@ -150,6 +152,19 @@ class EngineChild:
         atexit.unregister(self.hang_up)
         if not self._closing:
             self._on_end()
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """A process that is started meanwhile never sees the signals of a terminal or a service: this one acts on them.
+
+    Those that come meanwhile reach it a little later.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hang_up(connection: Connection) -> None:

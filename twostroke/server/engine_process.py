@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -151,11 +150,8 @@ def _tell(outbox: Outbox, number: int, command: Callable[[Sample], None]) -> Non
 def run_engine(parent: Connection, arguments: dict[str, Any]) -> None:
     """Run an engine; the main function of the engine process.
 
-    Signals that reach all processes of a terminal or a service are the parent's to handle: it says when to close.
-    Should it die, the connection ends.
+    The parent says when to close. Should it die, the connection ends.
     """
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
     try:
         engine = HostedEngine(parent, **arguments)
     except (TwostrokeError, OSError) as error:

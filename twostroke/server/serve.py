@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from .api_processes import ApiProcesses
@@ -15,13 +16,15 @@ from .engine_child import EngineChild
 from .http_server import new_runner, serve_until, url
 from .remote_engine import RemoteEngine
 from .settings import ServerSettings
-from .supervisor import Supervisor
+from .supervisor import E, Supervisor
 
 _log = logging.getLogger(__name__)
 
 
 def serve(settings: ServerSettings, arguments: Mapping[str, Any], on_listening: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C. Then no more requests are admitted, and those that run end, or are cancelled.
+
+    Before the engine is ready, they end its start.
 
     Args:
         arguments: those of `Engine`.
@@ -31,29 +34,29 @@ def serve(settings: ServerSettings, arguments: Mapping[str, Any], on_listening: 
         InvalidConfig, UnsupportedModel, ...: see `Engine`. OSError: the address cannot be had.
     """
     settings.validate()
-    if settings.api_processes > 1:
-        _serve_by_many(settings, arguments, on_listening)
-        return
-    with bind(settings.host, settings.port) as listener:
-        supervisor = Supervisor(lambda on_end: RemoteEngine(arguments, on_end=on_end), restart=settings.restart)
-        try:
-            with new_runner() as runner:
-                runner.run(_serve_until_signal(settings, supervisor, listener, on_listening))
-        finally:
-            supervisor.close()
+    run = _serve_alone if settings.api_processes == 1 else _serve_by_many
+    with new_runner() as runner:
+        runner.run(run(settings, arguments, on_listening))
 
 
-async def _serve_until_signal(
-    settings: ServerSettings,
-    supervisor: Supervisor[RemoteEngine],
-    listener: socket.socket,
-    on_listening: Callable[[str], None],
+async def _serve_alone(
+    settings: ServerSettings, arguments: Mapping[str, Any], on_listening: Callable[[str], None]
 ) -> None:
-    await serve_until(_stop_by_signal(), settings, supervisor, listener, on_listening)
+    def start(on_end: Callable[[], None]) -> RemoteEngine:
+        return RemoteEngine(arguments, on_end=on_end)
+
+    stop = _stop_by_signal()
+    with bind(settings.host, settings.port) as listener:
+        async with _supervised(start, settings, stop) as supervisor:
+            if supervisor is not None:
+                await serve_until(stop, settings, supervisor, listener, on_listening)
 
 
-def _serve_by_many(settings: ServerSettings, arguments: Mapping[str, Any], on_listening: Callable[[str], None]) -> None:
+async def _serve_by_many(
+    settings: ServerSettings, arguments: Mapping[str, Any], on_listening: Callable[[str], None]
+) -> None:
     """Serve with several API processes; this one starts them and the engine process, and answers nothing itself."""
+    stop = _stop_by_signal()
     with contextlib.ExitStack() as stack:
         listeners = bind_shared(settings.host, settings.port, settings.api_processes)
         for listener in listeners:
@@ -65,15 +68,15 @@ def _serve_by_many(settings: ServerSettings, arguments: Mapping[str, Any], on_li
             processes.use(engine)
             return engine
 
-        supervisor = Supervisor(start, restart=settings.restart)
-        stack.callback(supervisor.close)
-        stack.callback(processes.kill)
-        with new_runner() as runner:
-            runner.run(_keep_until_signal(processes, lambda: on_listening(url(settings, listeners[0]))))
+        async with _supervised(start, settings, stop) as supervisor:
+            if supervisor is not None:
+                try:
+                    await _keep_until(stop, processes, lambda: on_listening(url(settings, listeners[0])))
+                finally:
+                    processes.kill()
 
 
-async def _keep_until_signal(processes: ApiProcesses, on_listening: Callable[[], None]) -> None:
-    stop = _stop_by_signal()
+async def _keep_until(stop: asyncio.Event, processes: ApiProcesses, on_listening: Callable[[], None]) -> None:
     await processes.start()
     on_listening()
     keeping, stopping = asyncio.ensure_future(processes.keep()), asyncio.ensure_future(stop.wait())
@@ -83,6 +86,35 @@ async def _keep_until_signal(processes: ApiProcesses, on_listening: Callable[[],
         await keeping
     _log.info("shutting down")
     await processes.drain()
+
+
+@contextlib.asynccontextmanager
+async def _supervised(
+    start: Callable[[Callable[[], None]], E], settings: ServerSettings, stop: asyncio.Event
+) -> AsyncIterator[Supervisor[E] | None]:
+    """Have an engine; None if `stop` is set before it is ready."""
+    starting = asyncio.ensure_future(asyncio.to_thread(Supervisor, start, restart=settings.restart))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        await _give_up(starting)
+        yield None
+        return
+    supervisor = starting.result()
+    try:
+        yield supervisor
+    finally:
+        await asyncio.to_thread(supervisor.close)
+
+
+async def _give_up(starting: asyncio.Future[Supervisor[E]]) -> None:
+    """End the start of an engine, which ends when its process does."""
+    while not starting.done():
+        for process in multiprocessing.active_children():  # there is none before it is started
+            process.kill()
+        await asyncio.wait((starting,), timeout=0.1)
+    if starting.exception() is None:
+        await asyncio.to_thread(starting.result().close)
 
 
 def _stop_by_signal() -> asyncio.Event:
