@@ -102,6 +102,23 @@ def test_a12_synchronous_release_is_at_once():
 
 
 @every_depth
+@pytest.mark.parametrize("windows", [(5,), (4, 0, 1), (0, 9, 9)])
+def test_where_there_is_a_window_a_row_goes_on_in_the_block_that_slides_out(depth, windows):
+    """So only full groups take blocks; while others look for some, too, and one row's prompt is the other's."""
+    shop = Workshop(depth=depth, windows=windows, block_size=4)
+    samples = [shop.submit([1] * 12, 50), shop.submit([1] * 12, 41), shop.submit(7, 30)]
+    finish(shop)
+    assert [len(sample.output) for sample in samples] == [50, 41, 30]
+    blocks = {}
+    for plan in shop.plans:
+        for group, row, index, block in plan.block_deltas.tolist():
+            blocks[group, row, index] = block
+    behind = {group: 1 + -(-(window - 1) // 4) for group, window in enumerate(windows) if window}
+    for index in range(12 // 4 + max(behind.values()), 60 // 4):
+        assert all(blocks[group, 0, index] == blocks[group, 0, index - back] for group, back in behind.items())
+
+
+@every_depth
 def test_a10_many_stops_under_block_pressure(depth):
     shop = Workshop(depth=depth, usable_blocks=24, block_size=4, max_rows=8)
     for number in range(40):

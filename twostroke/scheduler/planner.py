@@ -146,23 +146,40 @@ class Planner:
         if self.batch.ready:
             ready = as_index(self.batch.ready)
             due = np.concatenate([due, ready[rows.launched[ready] == rows.event_at[ready]]])
-        if len(rows.sliding):
-            # NOTE: what a prompt slides off before it is published, nobody can find any more.
-            published = due[rows.confirmed[due] >= rows.target[due]]
-            self.batch.slide(published, rows.launched[published])
-        self._claim_blocks(due, draft)
+        if len(due):
+            self._claim_blocks(due, draft)
         if self.batch.ready:
             self._join_ready()
 
     def _claim_blocks(self, claims: np.ndarray, draft: Draft) -> None:
         """Give a block of each group to each row of `claims`, or to the best ranks; the others sit out."""
-        groups = self.rows.num_groups
-        if groups * len(claims) > self.pool.available:
-            claims = self._ration(claims)
-        if len(claims):
+        if (blocks := self._roll(claims)) is None:
+            self._slide_claims(claims)
+            groups = self.rows.num_groups
+            if groups * len(claims) > self.pool.available:
+                claims = self._ration(claims)
             blocks = self.pool.take(groups * len(claims))
+        if len(claims):
             self._order(blocks, draft)
             draft.add_blocks(self.rows.add_blocks(claims, blocks))
+
+    def _roll(self, claims: np.ndarray) -> np.ndarray | None:
+        """The blocks for `claims` if each row needs none but for full groups: where there is a window, one slides out.
+
+        That is the steady state of rows longer than the windows; None for all others, and where blocks are too few.
+        """
+        needed = self.rows.num_full_groups * len(claims)
+        if not len(self.rows.sliding) or needed > self.pool.available or (out := self.rows.roll(claims)) is None:
+            return None
+        return np.concatenate([self.pool.take(needed), out])
+
+    def _slide_claims(self, claims: np.ndarray) -> None:
+        """Give back what `claims` do not look into from the edge on at which they stand."""
+        rows = self.rows
+        if len(rows.sliding):
+            # NOTE: what a prompt slides off before it is published, nobody can find any more.
+            published = claims[rows.confirmed[claims] >= rows.target[claims]]
+            self.batch.slide(published, rows.launched[published])
 
     def _order(self, blocks: np.ndarray, draft: Draft) -> None:
         """Let the step, which writes to `blocks`, int32 [n], run after the transfers that use them."""

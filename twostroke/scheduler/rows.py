@@ -20,6 +20,8 @@ NO_TOKENS.flags.writeable = False
 
 _TOKEN = int(Flag.TOKEN)
 
+_ONE = np.ones(1, np.int64)  # numpy takes less time for an array than to make one of a Python number
+
 
 class RowTable:
     """One element per row, so that a step works on all rows with a few numpy calls.
@@ -48,8 +50,13 @@ class RowTable:
         reaches = groups.reaches()
         self.sliding = np.array([group for group, reach in enumerate(reaches) if reach is not None], np.int64)
         """Groups with a window."""
+        self.num_full_groups = self.num_groups - len(self.sliding)
         self._reach = np.array([reaches[group] for group in self.sliding], np.int64)
         """Of each of them, how many blocks before its own a position may look into."""
+        self._behind = self._reach[:, None] + 1
+        """How far before the block that comes stands the one that slides out, int64 [S, 1]."""
+        self._farthest = np.array([self._behind.max(initial=0) * self.block_size])
+        """So many positions behind a prompt, what slides out at an edge of its row is output, in all of them."""
         self._spans = groups.spans()
         self.running = 0
         self.features = FeatureCounts()
@@ -59,8 +66,12 @@ class RowTable:
         self._flat_tokens = self.tokens.reshape(-1)
         self.blocks = np.empty((self.num_groups, num_rows, -(-max_model_len // self.block_size)), np.int32)
         self._flat_blocks = self.blocks.reshape(-1)
-        self._tables = np.arange(self.num_groups)[:, None] * num_rows
-        """Of each group, int64 [G, 1], the number of its first row's table; see `slide`."""
+        self._groups = np.arange(self.num_groups)[:, None]
+        self._full_first = self._groups[[*np.flatnonzero([reach is None for reach in reaches]), *self.sliding]]
+        """The groups in another order, int64 [G, 1]: those without a window, then those with one."""
+        self._tables = self._full_first * num_rows
+        """Of each group, in that order, the number of its first row's table, int64 [G, 1]; see `slide`."""
+        self._sliding_tables = self._tables[self.num_full_groups :]
         self.first = np.zeros((self.num_groups, num_rows), np.int64)
         """Index of the first block of each group that the row has; those before it have slid out of the window."""
         self._flat_first = self.first.reshape(-1)
@@ -155,12 +166,28 @@ class RowTable:
             self.ledger[row] = NO_LEDGER
         self.free.append(row)
 
+    def roll(self, rows: np.ndarray) -> np.ndarray | None:
+        """Take from `rows`, intp [K], all at the edge of their last block, the one block that slides out in each group.
+
+        Returns:
+            The blocks of the groups with a window, int32 [S * K], those of the first one first: whatever they hold,
+            nobody shares it, nor may find it. None if a row slides off anything else, or nothing; see `slide` then.
+        """
+        if np.count_nonzero(self.launched[rows] - self._farthest < self.target[rows]):
+            return None
+        tables = (self._sliding_tables + rows).reshape(-1)
+        leaving = (self.held[rows] - self._behind).reshape(-1)
+        if np.count_nonzero(self._flat_first[tables] != leaving):
+            return None
+        self._flat_first[tables] = leaving + _ONE
+        return self.blocks_at(tables, leaving)
+
     def add_blocks(self, rows: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """Append one block of each group to each of `rows`.
 
         Args:
             rows: intp [K], each at most once.
-            blocks: int32 [G * K], those of the first group first.
+            blocks: int32 [G * K], those for groups without a window first, then those for the others, group by group.
 
         Returns:
             The block deltas, int32 [G * K, 4]: group, row, index, block.
@@ -169,7 +196,7 @@ class RowTable:
         self._flat_blocks[((self._tables + rows) * self.blocks.shape[2] + index).reshape(-1)] = blocks
         self.held[rows] = index + 1
         self.event_at[rows] = np.minimum((index + 1) * self.block_size, self.limit[rows])
-        return _block_deltas(np.arange(self.num_groups)[:, None], rows, index, blocks.reshape(self.num_groups, -1))
+        return _block_deltas(self._full_first, rows, index, blocks.reshape(self.num_groups, -1))
 
     def extend_blocks(self, row: int, blocks: np.ndarray) -> np.ndarray:
         """Append to `row` as many blocks of each group, int32 [G * n], those of the first group first.
@@ -180,7 +207,7 @@ class RowTable:
         held, count = int(self.held[row]), blocks.shape[1]
         self.blocks[:, row, held : held + count] = blocks
         self._hold(row, held + count)
-        return _block_deltas(np.arange(self.num_groups)[:, None], row, np.arange(held, held + count), blocks)
+        return _block_deltas(self._groups, row, np.arange(held, held + count), blocks)
 
     def share_blocks(self, row: int, count: int, runs: list[BlockRun]) -> np.ndarray:
         """Let `row` begin with `count` blocks, of which it has the last ones: `runs` of each group.
@@ -211,7 +238,7 @@ class RowTable:
         Returns:
             Of each of these blocks the table in which it stands, group * rows + row, and its index there: int64 [N].
         """
-        tables = (self._tables[self.sliding] + rows).reshape(-1)
+        tables = (self._sliding_tables + rows).reshape(-1)
         first = self._flat_first[tables]
         count = np.maximum((positions // self.block_size - self._reach[:, None]).reshape(-1) - first, 0)
         ends = count.cumsum()
@@ -219,7 +246,8 @@ class RowTable:
         if not total:
             return tables[:0], first[:0]
         self._flat_first[tables] = first + count
-        return tables.repeat(count), (first - ends + count).repeat(count) + np.arange(total)
+        numbers = np.ones(total, np.int64).cumsum() - _ONE  # NOTE: np.arange would let go of the interpreter's lock.
+        return tables.repeat(count), (first - ends + count).repeat(count) + numbers
 
     def blocks_at(self, tables: np.ndarray, index: np.ndarray) -> np.ndarray:
         """The blocks at so many places; the arguments as `slide` returns them. int32 [N]."""
