@@ -70,6 +70,15 @@ def small_dir(smollm2_dir, tmp_path_factory) -> Path:
     return save_small(smollm2_dir, tmp_path_factory.mktemp("small"))
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def models(request, tmp_path_factory) -> list[Path]:
+    """Two models of one shape, for tests that put one in the other's place."""
+    from maintained import save_model
+
+    folder = tmp_path_factory.mktemp("models")
+    return [save_model(folder / str(seed), seed, request.param) for seed in (1, 2)]
+
+
 @pytest.fixture(scope="session")
 def ray_cluster():
     """A Ray cluster of two nodes on this machine, which this process is connected to; see ray_nodes.py."""

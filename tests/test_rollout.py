@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engines import MODES, running
+from maintained import save_model
 from scripted import Scripted
-from test_maintenance import save_model
 from watching import PATIENCE, quiet, wait_until
 
 from twostroke import EngineClosed, EngineDead, FinishReason, InvalidRequest, SamplingParams
@@ -188,11 +188,12 @@ def test_what_goes_wrong_reaches_the_iteration_and_cancels_the_rest():
         raise KeyError("reward")
 
     with running("async", num_blocks=200) as engine:
-        for rollout, error in (
-            (engine.rollout([[1], [-1]], params(400)), InvalidRequest),
-            (engine.rollout(failing(), params(400)), ZeroDivisionError),
-            (engine.rollout(PROMPTS, params(5), stop_group=refusing), KeyError),
+        for prompts, own, stop_group, error in (
+            ([[1], [-1]], params(400), None, InvalidRequest),
+            (failing(), params(400), None, ZeroDivisionError),
+            (PROMPTS, params(5), refusing, KeyError),
         ):
+            rollout = engine.rollout(prompts, own, stop_group=stop_group)
             with pytest.raises(error):
                 list(rollout)
             with pytest.raises(StopIteration):

@@ -1,0 +1,92 @@
+"""Sleep while requests wait: G11, G09; weights and cache go, and come back."""
+
+import pytest
+import torch
+from engines import running
+from maintained import PROMPTS, Slow, begin, every_mode, greedy, results, tokens_of
+from watching import PATIENCE, quiet
+
+from twostroke import EngineAsleep, NotEnoughMemory
+from twostroke.device import put_away
+from twostroke.device.put_away import PutAway
+
+
+@pytest.fixture(scope="module")
+def old(models):
+    return tokens_of(models[0])
+
+
+@every_mode
+def test_g11_a_sleep_changes_nobody_s_tokens(mode, models, old):
+    with running(mode, models[0], num_blocks=64) as engine, Slow(engine):
+        handles = begin(engine)
+        engine.sleep()
+        engine.sleep()
+        attention = engine._parts.forward.attention
+        assert attention.keys == attention.values == []
+        assert (engine.stats().running, engine.stats().waiting, engine.stats().cached_blocks) == (0, 3, 0)
+        handles.append(engine.submit(PROMPTS[0], greedy()))
+        with pytest.raises(EngineAsleep, match="sleeps"):
+            engine.update_weights(models[1])
+        engine.resume()
+        assert not handles[-1].wait(0.02), "a sleeping engine was woken by resume"
+        engine.wake()
+        engine.wake()
+        assert results(handles) == [*old, old[0]]
+        assert [handle.result().preemptions for handle in handles] == [1, 1, 1, 0]
+        quiet(engine)
+
+
+def test_a_pause_outlives_a_sleep(models, old):
+    with running("async", models[0], num_blocks=64) as engine:
+        engine.pause()
+        engine.sleep()
+        handle = engine.submit(PROMPTS[0], greedy())
+        engine.wake()
+        assert not handle.wait(0.02)
+        engine.resume()
+        assert handle.result(PATIENCE).token_ids == old[0]
+
+
+def test_g09_memory_that_is_gone_is_an_error_with_numbers_and_waking_can_be_tried_again(models, old, monkeypatch):
+    with running("async", models[0], num_blocks=64) as engine:
+        handle = engine.submit(PROMPTS[0], greedy())
+        engine.sleep()
+        for room, failing in ((10, None), (1 << 40, "allocate")):
+            with monkeypatch.context() as patch:
+                patch.setattr(put_away, "free_bytes", lambda device, room=room: room)
+                if failing:
+                    patch.setattr(engine._parts.forward.attention, failing, _out_of_memory)
+                with pytest.raises(NotEnoughMemory, match=r"weights and cache need \d+ bytes"):
+                    engine.wake()
+        assert not handle.done
+        engine.wake()
+        assert handle.result(PATIENCE).token_ids == old[0]
+
+
+def _out_of_memory():
+    raise RuntimeError("out of memory")
+
+
+def test_weights_go_and_come_back_behind_the_same_tensors():
+    """On another kind of device than the CPU; here its memory is the host's."""
+    whole = torch.arange(12.0).view(3, 4)
+    part, other = whole[1:2], torch.ones(5)
+
+    class Elsewhere:
+        torch_device = torch.device("meta")
+
+    class Cache:
+        nbytes = 0
+
+        def allocate(self):
+            pass
+
+    away = PutAway(Elsewhere(), [whole, part, other])
+    away.free()
+    assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
+    away.bring_back(Cache())
+    assert part.tolist() == [[4.0, 5.0, 6.0, 7.0]]
+    assert (whole.sum(), other.sum()) == (66.0, 5.0)
+    whole[1] = 0
+    assert part.tolist() == [[0.0] * 4]
