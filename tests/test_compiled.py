@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
+from adapted import FAMILIES, Batch, adapted, plain, sequences
 from engines import MODES, running
 from families import ADAPTED, NATIVE
 from reference import check_greedy
-from test_adapter import FAMILIES, Batch, adapted, plain, sequences
 
 from twostroke import InvalidConfig, SamplingParams
 from twostroke.model import compiled
