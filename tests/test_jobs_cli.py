@@ -223,10 +223,12 @@ def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_dry_run_knows_how_long_a_text_can_get(saved, tmp_path, family):
     """Whichever kind of model will run, and whatever its configuration calls the number of its positions."""
-    lines = write_lines(tmp_path / "in", [{"prompt": [1, 2, 3], "max_tokens": 1000}])
+    lines = write_lines(tmp_path / "in", [{"prompt": [1, 2, 3], "max_tokens": 1000}, {"prompt": [[1], [1] * 256]}])
     result = run(lines, "-o", tmp_path / "out", "--model", saved(family)[0], "--dry-run")
     assert result.exit_code == 0, result.output
+    assert "2 requests, 1 of which cannot be answered" in result.stdout
     assert "3 prompt tokens, at most 253 output tokens" in result.stdout
+    assert "line 2: prompt of 256 tokens leaves no room for output: max_model_len=256" in result.stderr
 
 
 def test_bench_needs_a_result_and_a_dry_run(tmp_path):

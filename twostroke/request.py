@@ -97,9 +97,14 @@ def _require_room(length: int, limits: Limits) -> None:
             f"prompt of {counted(length, 'token')} needs {counted(blocks, 'block')} of {limits.block_size}, the cache "
             f"has {limits.usable_blocks} usable"
         )
-    if length >= limits.max_model_len:
+    require_context(length, limits.max_model_len)
+
+
+def require_context(length: int, max_model_len: int) -> None:
+    """Raise `InvalidRequest` for a prompt of `length` tokens behind which the context has no place for one more."""
+    if length >= max_model_len:
         raise InvalidRequest(
-            f"prompt of {counted(length, 'token')} leaves no room for output: max_model_len={limits.max_model_len}"
+            f"prompt of {counted(length, 'token')} leaves no room for output: max_model_len={max_model_len}"
         )
 
 

@@ -18,7 +18,7 @@ from ..openai.errors import ApiError, from_validation_error, refusals
 from ..openai.fields import check_model
 from ..openai.responses import ResponsesRequest
 from ..prompts import encode_prompt
-from ..request import mix_seed
+from ..request import mix_seed, require_context
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
 from ..text.tokenizer import Tokenizer
@@ -128,6 +128,7 @@ class RequestReader:
         with refusals(**body.names()):
             params.validate()
             prompts = [encode_prompt(prompt, self._tokenizer) for prompt in body.prompts()]
+            require_context(max(map(len, prompts)), self._max_model_len)
         room = self._max_model_len - min(map(len, prompts))
         tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         answer = body.answer(self._model_name, self._tokenizer, params)

@@ -38,5 +38,5 @@ def estimate(lines: Iterator[Line], reader: RequestReader, on_error: Callable[[i
             on_error(line.number, error)
             continue
         prompt += sum(map(len, request.prompts))
-        completion += request.samples * max(request.tokens, 0)
+        completion += request.samples * request.tokens
     return Estimate(requests, failed, prompt, completion)
