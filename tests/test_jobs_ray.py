@@ -177,7 +177,7 @@ def test_the_stage_takes_lines_without_numbers(ray_cluster):
     ("engine", "engines", "message"),
     [
         ({"device": "auto"}, None, "has no GPU"),
-        ({}, 6, "engines=6 would take all 6 CPUs"),
+        ({}, 6, "engines=6 would leave nothing of the Ray cluster's 6 CPUs"),
         ({"max_rows": 0}, 1, "max_rows=0"),
     ],
 )
