@@ -122,6 +122,17 @@ def test_a_missing_folder_is_refused_before_the_input_is_read(tmp_path, flag):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("wrong", [("--model", "nowhere"), ("--max-rows", "0"), ("--num-blocks", "1")], ids=str)
+def test_an_engine_that_is_refused_leaves_nothing_that_bars_another(tmp_path, wrong):
+    source = write_lines(tmp_path / "in", plain(2))
+    files = ("-o", tmp_path / "out", "--errors", tmp_path / "bad")
+    assert run(source, *files, *TINY, *wrong).exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert run(source, *files, *TINY).exit_code == 0
+    assert run(source, *files, *TINY, *wrong).exit_code in (0, 2)
+    assert len(read_lines(tmp_path / "out")) == 2
+
+
 def test_who_interrupts_is_told_how_it_goes_on(tmp_path):
     arguments = (write_lines(tmp_path / "in", plain(4)), "-o", tmp_path / "out", *TINY)
     with mock.patch("twostroke.jobs.batch_job.BatchProgress.show", side_effect=KeyboardInterrupt):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ class BatchJob:
         answer = self._answer if self.ray is None else partial(self._answer_on_ray, self._ray_run())
         with self._explained(), self._open_input() as source:
             survey = source.survey()
-            with closing(BatchOutput(self.output, self.errors, self._identity(survey.digest))) as output:
+            with BatchOutput(self.output, self.errors, self._identity(survey.digest)) as output:
                 if output.state.totals.requests < survey.requests:
                     answer(source, survey, output, on_error, progress)
                 return output.totals

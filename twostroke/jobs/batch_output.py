@@ -20,6 +20,9 @@ GROUP_SECONDS = 1.0
 class BatchOutput(Answers):
     """Files that get every request once; see `journal` for what that rests on.
 
+    A context manager: left by an exception before anything is safe, it removes the files. Else an engine that was
+    refused would leave a journal, which names its arguments, and refuses others.
+
     Args:
         path: where answers go. errors: where errors go; None: there too.
         identity: see `Journal`.
@@ -34,9 +37,10 @@ class BatchOutput(Answers):
         if len({own.absolute() for own in paths.values()}) < len(paths):
             raise InvalidRequest(f"errors={str(errors)!r} is the output itself")
         self._journal = Journal(journal_of(path), identity, paths.values())
+        self._paths = paths
         self._files: dict[str, DurableFile] = {}
         try:
-            self._open(paths)
+            self._open()
         except BaseException:
             self.close()
             raise
@@ -110,8 +114,17 @@ class BatchOutput(Answers):
             file.close()
         self._journal.close()
 
-    def _open(self, paths: Mapping[str, Path]) -> None:
-        for part, path in paths.items():
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and not self.state.totals.requests:
+            for path in (*self._paths.values(), self._journal.path):
+                path.unlink(missing_ok=True)
+        self.close()
+
+    def _open(self) -> None:
+        for part, path in self._paths.items():
             self._files[part] = file = DurableFile(path)
             length = self.state.lengths.get(part, 0)
             if file.length < length:

@@ -83,6 +83,7 @@ class DurableFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.length = os.fstat(self._file).st_size
 
@@ -90,9 +91,11 @@ class DurableFile:
         """Keep other processes from opening it so, until this one ends, in whatever way.
 
         Raises:
-            BlockingIOError: another one does.
+            BlockingIOError: another one does, or has just removed the file.
         """
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+            raise BlockingIOError
 
     def cut(self, length: int) -> None:
         """Drop what is behind the first `length` bytes."""
