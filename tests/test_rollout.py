@@ -177,6 +177,8 @@ def test_bad_parameters(options, message):
             engine.rollout(PROMPTS, params(), **options)
         with pytest.raises(InvalidRequest, match="best_of=9"):
             engine.rollout(PROMPTS, params(best_of=9))
+        with pytest.raises(InvalidRequest, match="n=4 of the parameters is not n=8 of the rollout"):
+            engine.rollout(PROMPTS, params(n=4))
 
 
 def test_what_goes_wrong_reaches_the_iteration_and_cancels_the_rest():

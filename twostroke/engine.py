@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -213,7 +213,7 @@ class Engine(Front):
 
         Args:
             prompts: as for `generate`; an iterator is read as far as there is room.
-            params: of all samples, but for `n`.
+            params: of all samples; their `n`, if they have one, must be that of the call.
             n: samples of a group.
             stop_group: called with those samples of a group that have ended, whenever one more has; True ends the
                 others. Called by a thread of its own, which begins no group meanwhile.
@@ -224,8 +224,8 @@ class Engine(Front):
             InvalidRequest: a parameter was refused. What concerns a prompt is raised by the iteration.
         """
         taken = prompts if isinstance(prompts, Iterator) else iter(as_prompts(prompts))
-        own = replace(SamplingParams() if params is None else params, n=n)
-        return Rollout(self, taken, own, stop_group, 4 * self.config.max_rows if ahead is None else ahead)
+        ahead = 4 * self.config.max_rows if ahead is None else ahead
+        return Rollout(self, taken, SamplingParams() if params is None else params, n, stop_group, ahead)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the cache holds: requests that start later use nothing that was computed before this call.

@@ -96,7 +96,7 @@ class Rollout:
 
     Args:
         prompts: taken one by one, by that thread.
-        params: of all samples; `n` is the size of a group.
+        params: of all samples. n: the size of a group.
         ahead: most samples that are in the engine, or ended and not taken. A group begins if there is room for all of
             its samples, or nothing else is there.
     """
@@ -106,12 +106,15 @@ class Rollout:
         engine: RolloutEngine,
         prompts: Iterator[Prompt],
         params: SamplingParams,
+        n: int,
         stop_group: StopGroup | None,
         ahead: int,
     ) -> None:
         if params.best_of is not None:
             raise InvalidRequest(f"best_of={shown(params.best_of)} makes no group: all samples are returned")
-        params = replace(params, logprobs=params.logprobs or 0)
+        if params.n not in (SamplingParams.n, n):
+            raise InvalidRequest(f"n={shown(params.n)} of the parameters is not n={shown(n)} of the rollout")
+        params = replace(params, n=n, logprobs=params.logprobs or 0)
         params.validate()
         self._engine = engine
         self._supply = _Supply(engine, prompts, params, stop_group, require_int("ahead", ahead, low=1))
