@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,9 +163,10 @@ def served(model: Any, *flags: str, stderr: Any = None, **environment: str) -> I
 class Hosted(Client):
     """A server that runs in a thread."""
 
-    def __init__(self, url: str, supervisor: Supervisor) -> None:
+    def __init__(self, url: str, supervisor: Supervisor, stop: Callable[[], object]) -> None:
         super().__init__(url)
         self.supervisor = supervisor
+        self.stop = stop
 
     def stats(self) -> dict[str, Any]:
         assert self.supervisor.engine is not None
@@ -196,16 +197,20 @@ def hosted(engine: Supervisor | dict[str, Any], settings: dict[str, Any] | None 
     urls: list[str] = []
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
+
+    def end() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
     with bind("127.0.0.1", 0) as listener:
         work = serve_until(stop, made, engine, listener, urls.append)
         thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
         thread.start()
         try:
             wait_until(lambda: bool(urls))
-            server = Hosted(urls[0], engine)
+            server = Hosted(urls[0], engine, end)
             server.wait_until_idle()
             yield server
         finally:
-            loop.call_soon_threadsafe(stop.set)
+            end()
             thread.join(PATIENCE)
             loop.close()

@@ -31,21 +31,20 @@ CHECKS = [
     checks.ignored_auth,
 ]
 KEY = "key-of-the-test"
+KEYS = {"api_keys": (KEY,), "admin_keys": (KEY,)}
 LIMITS = {"num_blocks": 100, "max_rows": 8, "max_model_len": 160}
 """Short answers, since most requests do not limit them."""
 
 
 @pytest.fixture(scope="module")
 def server(small_dir):
-    with hosted(
-        {"model": str(small_dir), "device": "cpu", "seed": 0} | LIMITS, {"api_keys": (KEY,), "max_samples": 4}
-    ) as server:
+    with hosted({"model": str(small_dir), "device": "cpu", "seed": 0} | LIMITS, KEYS | {"max_samples": 4}) as server:
         yield server
 
 
 def described(*, coverage: bool):
     """The description, without what never ends."""
-    app = create_app(Service(None, ServerSettings(api_keys=(KEY,))))
+    app = create_app(Service(None, ServerSettings(**KEYS)))
     schema = schemathesis.openapi.from_dict(app.openapi())
     schema.config.phases.coverage.enabled = coverage
     return schema.exclude(path="/live")
@@ -56,6 +55,9 @@ AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 
 def check(case, server):
     case.call_and_validate(base_url=server.url, headers=AUTHORIZED, checks=CHECKS)
+    if case.path in ("/pause", "/sleep"):
+        for path in ("/resume", "/wake"):
+            assert server.post(path, {}, **AUTHORIZED).status == 200
 
 
 @described(coverage=False).parametrize()
@@ -85,6 +87,8 @@ ANSWERED: list[tuple[str, dict[str, Any] | None]] = [
     (RESPONSES, {"input": "Hi", "text": {"format": {"type": "json_object"}}, "structured": None}),
     ("/tokenize", {"messages": USER}),
     ("/detokenize", {"tokens": [5]}),
+    *((path, {}) for path in ("/pause", "/resume", "/sleep", "/wake", "/reset_prefix_cache")),
+    ("/state", None),
     *((path, None) for path in ("/health", "/ready", "/version", "/v1/models")),
 ]
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 from serving import ServerProcess, read_events, served, stream
 from test_server_metrics import values
 from watching import PATIENCE, wait_until
@@ -22,6 +24,7 @@ from twostroke.server.serve import bind_shared
 from twostroke.server.settings import ServerSettings
 
 PATH = "/v1/completions"
+KEY = "key-of-the-trainer"
 TOO_LONG = 1900
 START = 90.0
 """Seconds that a process may take to start on a busy machine."""
@@ -95,6 +98,15 @@ class Processes:
         """The values of all metrics, from a process of the system's choice; see test_server_metrics."""
         return values(self.server)
 
+    def do(self, path: str, **fields: Any) -> dict[str, Any]:
+        """Have something done to the engine, by a process of the system's choice."""
+        got = self.server.post(path, fields, Authorization=f"Bearer {KEY}")
+        assert got.status == 200, got.data
+        return got.json
+
+    def state(self) -> dict[str, Any]:
+        return self.server.get("/state", Authorization=f"Bearer {KEY}").json
+
     def wait_until_idle(self) -> None:
         wait_until(lambda: self.metrics()["num_requests_running"] == self.metrics()["num_requests_waiting"] == 0)
 
@@ -102,8 +114,11 @@ class Processes:
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
     """A server of two API processes."""
-    log = tmp_path_factory.mktemp("log") / "stderr"
-    with log.open("w") as stderr, served("tiny", *FLAGS, "--restart", stderr=stderr) as server:
+    folder = tmp_path_factory.mktemp("several")
+    log, keys = folder / "stderr", folder / "keys"
+    keys.write_text(KEY)
+    flags = (*FLAGS, "--restart", "--admin-key-file", str(keys))
+    with log.open("w") as stderr, served("tiny", *flags, stderr=stderr) as server:
         yield Processes(server, log)
 
 
@@ -151,6 +166,27 @@ def test_many_streams_at_once(several, local):
             *(("time_to_first_token_seconds_count", 100), ("generation_tokens_total", 2000)),
         ):
             assert after[name] - before[name] == count, name
+
+
+def test_what_is_done_to_the_engine_holds_for_all_processes(several, local, tmp_path):
+    """G11. Whoever is asked for it, and whoever has the requests."""
+    norm = {"model.norm.weight": torch.linspace(-1, 1, local.model.weight_shapes()["model.norm.weight"][0])}
+    first = {name: torch.ones_like(tensor) for name, tensor in norm.items()}  # what random weights begin with
+    before = answers(local, 8, 40)
+    for version, tensors in enumerate((norm, first), 1):
+        weights = tmp_path / f"{version}.safetensors"
+        save_file(tensors, weights)
+        assert several.do("/pause")["paused"]
+        assert all(several.state()["paused"] for _ in range(8))
+        streams = [several.server.open(PATH, body([3 + place, 4], 40)) for place in range(8)]
+        wait_until(lambda: several.metrics()["num_requests_waiting"] == 8)
+        assert several.do("/update_weights", weights=str(weights), partial=True)["weight_version"] == version
+        assert several.do("/resume") == {"paused": False, "asleep": False, "weight_version": version}
+        assert {several.state()["weight_version"] for _ in range(8)} == {version}
+        local.update_weights(tensors, partial=True)
+        expected = answers(local, 8, 40)
+        assert (expected == before) == (version == 2)
+        assert [tokens_of(read_events(connection)) for connection in streams] == expected
 
 
 def test_an_api_process_that_is_killed(several, local):

@@ -48,6 +48,8 @@ class EngineStats:
         idle_by_cause: seconds between steps by what the compute stream waited for: `plan`, `h2d`, `commit`, `launch`,
             `capture`, `weights`, `nothing`; see `device.step_times.gap_parts`.
         cpu_seconds: seconds of the loop's thread by phase: `plan`, `fill`, `queue`, `wait`, `commit`.
+        paused: after a `pause`, from its begin on. asleep: between `sleep` and `wake`.
+        weight_version: see `Engine.weight_version`.
     """
 
     waiting: int
@@ -70,6 +72,9 @@ class EngineStats:
     resting_seconds: float
     idle_by_cause: Mapping[str, float]
     cpu_seconds: Mapping[str, float]
+    paused: bool
+    asleep: bool
+    weight_version: int
 
 
 class Engine(Front):
@@ -196,6 +201,9 @@ class Engine(Front):
             resting_seconds=activity.resting_seconds,
             idle_by_cause=dict(activity.idle),
             cpu_seconds=dict(activity.cpu),
+            paused=self._maintenance.paused,
+            asleep=self._maintenance.asleep,
+            weight_version=self.weight_version,
         )
 
     def rollout(

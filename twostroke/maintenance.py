@@ -30,6 +30,14 @@ class Maintenance:
         self._busy = threading.Lock()
         self._away: PutAway | None = None
 
+    @property
+    def paused(self) -> bool:
+        return self._parts.scheduler.gate.holds("pause")
+
+    @property
+    def asleep(self) -> bool:
+        return self._away is not None
+
     def pause(self, mode: str) -> None:
         if mode not in ("keep", "drain"):
             raise InvalidRequest(f"mode={shown(mode)} must be 'keep' or 'drain'")

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InvalidConfig
 from ..server.logs import log_to_stderr
-from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys
+from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys, read_keys
 from .flags import EngineFlags, with_flags
 
 DEFAULTS = ServerSettings()
@@ -28,6 +28,12 @@ def serve(
     served_model_name: Annotated[str | None, _option("What clients call the model; its own name by default.")] = None,
     api_key_file: Annotated[
         Path | None, _option("File of keys, one a line; the variable TWOSTROKE_API_KEY holds another.")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None,
+        _option(
+            "File of keys, one a line, that open endpoints to pause the engine, let it sleep, and give it weights."
+        ),
     ] = None,
     allow_origin: Annotated[
         list[str] | None, _option("Web origin whose pages may call the API; may be repeated.", "--allow-origin")
@@ -64,6 +70,7 @@ def serve(
         port=port,
         model_name=served_model_name or arguments.get("model", DEFAULTS.model_name),
         api_keys=read_api_keys(api_key_file),
+        admin_keys=read_keys("admin_key_file", admin_key_file),
         allow_origins=tuple(allow_origin or ()),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,

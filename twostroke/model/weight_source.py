@@ -33,13 +33,13 @@ def read_weights(weights: Weights) -> dict[str, torch.Tensor]:
         return dict(weights)
     if not isinstance(weights, str | os.PathLike):
         raise InvalidWeights(f"weights={shown(weights)} must be a state dict, or the path of safetensors")
-    path = Path(weights).expanduser()
     tensors: dict[str, torch.Tensor] = {}
     try:
+        path = Path(weights).expanduser()
         for file in [path] if path.is_file() else weight_files(path):
             with safe_open(file, framework="pt", device="cpu") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
-    except (InvalidConfig, SafetensorError, OSError) as error:
+    except (InvalidConfig, SafetensorError, OSError, RuntimeError, ValueError) as error:  # also ~nobody, and a NUL
         raise InvalidWeights(f"weights={shown(os.fspath(weights))} cannot be read: {error}") from error
     return tensors
 

@@ -137,12 +137,13 @@ def weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         raise InvalidConfig(f"{directory}: found neither {_SINGLE_FILE} nor {_INDEX_FILE}; other formats are not read")
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [directory / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidConfig(f"{index}: not an index of safetensors files ({error})") from error
-    if absent := [name for name in names if not (directory / name).is_file()]:
+    if absent := [file.name for file in files if not file.is_file()]:
         raise InvalidConfig(f"{directory}: {_INDEX_FILE} names files that are not there: {listed(absent)}")
-    return [directory / name for name in names]
+    return files
 
 
 def _load_file(file: Path, targets: dict[str, torch.Tensor], device: torch.device) -> set[str]:

@@ -176,6 +176,12 @@ class Status(Strict):
     status: Literal["ok", "ready"]
 
 
+class EngineState(Strict):
+    paused: bool
+    asleep: bool
+    weight_version: int
+
+
 class VersionAnswer(Strict):
     version: str
 

@@ -38,6 +38,10 @@ class Gate:
     def is_shut(self) -> bool:
         return not all(self._drains.values())
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a hold of that name."""
+        return name in self._drains
+
     @property
     def outside(self) -> Iterable[Sample]:
         """Samples that wait, but not in the queue."""

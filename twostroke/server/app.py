@@ -14,6 +14,7 @@ from ..openai.chat import ChatRequest
 from ..openai.completions import CompletionRequest
 from ..openai.errors import ApiError
 from ..openai.responses import ResponsesRequest
+from .admin import NoOptions, PauseRequest, WeightsRequest, add_admin
 from .auth import locked
 from .connection import ClientGone
 from .description import describe
@@ -29,6 +30,7 @@ from .tokens import DetokenizeRequest, TokenizeRequest, add_tokens
 from .unread import ReadToEnd
 
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+ADMIN_BODIES = (PauseRequest, WeightsRequest, NoOptions)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -42,6 +44,10 @@ def create_app(service: Service) -> FastAPI:
         add(with_key, service)
     app.include_router(open_to_all)
     app.include_router(with_key, **locked(service.settings.api_keys))
+    if service.settings.admin_keys:
+        with_admin_key = APIRouter(default_response_class=Response)
+        add_admin(with_admin_key, service)
+        app.include_router(with_admin_key, **locked(service.settings.admin_keys, "admin"))
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(HTTPException, on_http_error)
@@ -56,7 +62,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_middleware(TraceParent)
     app.add_middleware(ReadToEnd)
     app.add_middleware(RequestLog)
-    description = describe(app, BODIES)
+    description = describe(app, BODIES + ADMIN_BODIES if service.settings.admin_keys else BODIES)
     app.openapi = lambda: description  # type: ignore[method-assign]
     return app
 

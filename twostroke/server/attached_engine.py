@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..constraints.constraints import Constraints
-from ..errors import EngineClosed, EngineDead, TwostrokeError
+from ..errors import EngineClosed, EngineDead, InvalidWeights, TwostrokeError
 from ..front import Front
 from ..logprob_record import LOGPROB_RECORD
 from ..request import FinishReason, Sample, SampleState
@@ -25,19 +26,28 @@ from ..text.delivery import Delivery
 from ..text.tokenizer import find_tokenizer
 from .engine_child import CLOSE_SECONDS, hang_up
 from .remote_commands import RemoteCommands
+from .remote_tasks import RemoteTasks
 from .wire import (
     AskLook,
     AskStats,
     Begun,
     Close,
     Died,
+    Done,
     Ended,
+    Failed,
     FromEngine,
     Look,
     Outputs,
+    Pause,
     Ready,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
     Stats,
     Unfit,
+    UpdateWeights,
+    Wake,
     decode_from_engine,
 )
 
@@ -59,6 +69,7 @@ class AttachedEngine(Front):
         on_end: called once, by a thread of this object, if the connection ends without `close`.
 
     Attributes:
+        tasks: what is done to the engine, for those who do not want to wait.
         failed: whether it was this process that failed.
     """
 
@@ -76,6 +87,7 @@ class AttachedEngine(Front):
         tokenizer = find_tokenizer(Path(ready.directory) if ready.directory is not None else None)
         delivery = Delivery(tokenizer, self._fail)
         self._remote = RemoteCommands(connection)
+        self.tasks = RemoteTasks(self._remote.send)
         super().__init__(tokenizer, ready.limits, seed, delivery, self._remote, Constraints(tokenizer, ready.limits))
         self._reader = threading.Thread(target=self._read, name="twostroke-reader", daemon=True)
         self._reader.start()
@@ -109,6 +121,32 @@ class AttachedEngine(Front):
             self._questions.append(answer)
             self._remote.send(question)
         return answer
+
+    @property
+    def weight_version(self) -> int:
+        """See `Engine`, as for what follows. It is asked for, and raises EngineDead after the engine's end."""
+        return int(self.ask_stats().result()["weight_version"])
+
+    def pause(self, mode: str = "keep") -> None:
+        self.tasks.begin(Pause(str(mode))).result()
+
+    def resume(self) -> None:
+        self.tasks.begin(Resume()).result()
+
+    def sleep(self) -> None:
+        self.tasks.begin(Sleep()).result()
+
+    def wake(self) -> None:
+        self.tasks.begin(Wake()).result()
+
+    def reset_prefix_cache(self) -> None:
+        self.tasks.begin(ResetPrefixCache()).result()
+
+    def update_weights(self, weights: str | os.PathLike[str], *, recompute: bool = False, partial: bool = False) -> int:
+        """See `Engine`; only a path can be sent to another process."""
+        if not isinstance(weights, str | os.PathLike):
+            raise InvalidWeights(f"weights: a {type(weights).__name__} cannot reach an engine in another process")
+        return self.tasks.begin(UpdateWeights(os.fsdecode(weights), bool(recompute), bool(partial))).result()
 
     def close(self) -> None:
         """Cancel what is running, hand over every output, and leave the engine. Safe to call twice."""
@@ -150,6 +188,8 @@ class AttachedEngine(Front):
             self._questions.popleft().set_result(message.values)
         elif isinstance(message, Look):
             self._questions.popleft().set_result(message)
+        elif isinstance(message, Done | Failed):
+            self.tasks.take(message)
         elif isinstance(message, Begun):
             self._remote.count_begun(message.count)
         elif isinstance(message, Unfit):
@@ -203,3 +243,4 @@ class AttachedEngine(Front):
         self._delivery.close()
         while self._questions:
             self._questions.popleft().set_exception(reason)
+        self.tasks.end(reason)

@@ -15,13 +15,14 @@ from ..openai.errors import ApiError
 
 
 class RequireKey(HTTPBearer):
-    """A dependency that lets requests pass that bear one of `keys`.
+    """A dependency that lets requests pass that bear one of `keys`, which are keys of a kind: `API` or `admin`.
 
     The comparison takes the same time wherever a wrong key differs, and whichever key it is compared with.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        super().__init__(scheme_name="key")
+    def __init__(self, keys: Sequence[str], kind: str) -> None:
+        super().__init__(scheme_name=f"{kind}_key")
+        self._kind = kind
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
@@ -29,13 +30,15 @@ class RequireKey(HTTPBearer):
         digest = _digest(given.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if not (any(matches) and scheme.lower() == "bearer"):
-            message = "an API key is needed: Authorization: Bearer KEY"
+            message = f"an {self._kind} key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def locked(keys: Sequence[str]) -> dict[str, Any]:
+def locked(keys: Sequence[str], kind: str = "API") -> dict[str, Any]:
     """What a router is included with that one of `keys` opens; without a key it is open to all who reach it."""
-    return {"dependencies": [Depends(RequireKey(keys))], "responses": {401: {"model": ErrorAnswer}}} if keys else {}
+    if not keys:
+        return {}
+    return {"dependencies": [Depends(RequireKey(keys, kind))], "responses": {401: {"model": ErrorAnswer}}}
 
 
 def _digest(key: bytes) -> bytes:

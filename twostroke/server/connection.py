@@ -42,6 +42,13 @@ async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
         raise from_validation_error(error) from error
 
 
+async def read_options(request: Request, kind: type[Body], limit: int) -> Body:
+    """Return a request's body, checked; the defaults of `kind` if there is none. Raises as `read_body` does."""
+    headers = request.headers
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    return await read_body(request, kind, limit) if has_body else kind()
+
+
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Do `work`; it is cancelled when the client hangs up.
 

@@ -38,10 +38,10 @@ _REQUEST_ID: dict[str, Any] = {"X-Request-Id": {"required": True, "schema": {"ty
 _REFERENCE = "#/components/schemas/{model}"
 
 
-def request_body(kind: type[BaseModel]) -> dict[str, Any]:
+def request_body(kind: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """What the description says of an endpoint that takes `kind`."""
     schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def answers(body: type[BaseModel], *refusals: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:

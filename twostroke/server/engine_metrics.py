@@ -103,6 +103,9 @@ class EngineMetrics(Collector):
             "Share of the time with work in which the GPU ran a step, 0 to 1.",
             stats.get("active", 0.0),
         )
+        yield self._gauge("engine_paused", "1 while the engine is paused, else 0.", stats.get("paused", False))
+        yield self._gauge("engine_asleep", "1 while the engine sleeps, else 0.", stats.get("asleep", False))
+        yield self._gauge("weight_version", "How often the weights were replaced.", stats.get("weight_version", 0))
         for counted in COUNTERS:
             yield self._counter(counted)
         if self._price is not None:

@@ -21,6 +21,7 @@ from ..engine import Engine, InboxCommands
 from ..errors import EngineClosed, EngineDead, InvalidRequest, TwostrokeError
 from ..request import Request, Sample
 from ..trace.glimpse import Glimpse
+from .hosted_tasks import begin
 from .outbox import HostedSample, Outbox
 from .outboxes import Outboxes
 from .wire import (
@@ -32,6 +33,7 @@ from .wire import (
     Entry,
     Finish,
     Look,
+    Maintain,
     Ready,
     Refused,
     Stats,
@@ -117,6 +119,8 @@ class HostedEngine(Engine):
                 outbox.answer(Stats(asdict(self.stats())))
             case AskLook():
                 outbox.answer(Look(asdict(self.stats()), list(self._glimpse.look())))
+            case Maintain():
+                begin(self, command, outbox.answer)
             case Cancel(number):
                 _tell(outbox, number, self._loop.cancel)
             case Stream(number):

@@ -15,7 +15,7 @@ import numpy as np
 from ..logprob_record import LOGPROB_RECORD, NO_RECORDS
 from ..request import Sample
 from ..scheduler.committed import NOTHING, Committed
-from .wire import Begun, Died, Ended, FromEngine, Look, Outputs, Stats, Unfit, encode
+from .wire import Begun, Died, Done, Ended, Failed, FromEngine, Look, Outputs, Stats, Unfit, encode
 
 _PATIENCE = 1000
 """Commits that may wait for the thread before those that have nothing for its process are left out."""
@@ -56,7 +56,7 @@ class Outbox:
         if committed is not None and self._takes(committed):
             self._queue.put(committed)
 
-    def answer(self, answer: Stats | Look | Unfit) -> None:
+    def answer(self, answer: Stats | Look | Unfit | Done | Failed) -> None:
         self._queue.put(answer)
 
     def fail(self, error: Exception) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import EngineClosed, EngineDead, InvalidConfig, QueueFull
 from ..openai.call import Call
@@ -23,6 +24,8 @@ from .settings import ServerSettings
 
 if TYPE_CHECKING:
     from .tracing import Tracing
+
+T = TypeVar("T")
 
 _LONG_TEXT = 1 << 14
 """Characters from which on a text is encoded in a thread, so that other clients do not wait for it."""
@@ -53,6 +56,7 @@ class Service:
         self._seat = seat
         self._calls: dict[Call, list[Callable[[Sequence[Handle]], None]]] = {}
         self._draining = False
+        self._over = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -158,6 +162,22 @@ class Service:
             self._cut_short(call)
         return call
 
+    async def outcome(self, future: Future[T]) -> T:
+        """Wait for what the engine says.
+
+        Raises:
+            ApiError: the server has shut down before that.
+        """
+        said, over = asyncio.wrap_future(future), asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait((said, over), return_when=asyncio.FIRST_COMPLETED)
+            if said.done():
+                return said.result()
+            raise _shut_down()
+        finally:
+            said.cancel()
+            over.cancel()
+
     async def drain(self) -> None:
         """Admit nothing more; return when all calls are over, those that take too long by being cancelled."""
         self._draining = True
@@ -165,6 +185,7 @@ class Service:
             await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
         for call in tuple(self._calls):
             self._cut_short(call)
+        self._over.set()
 
     async def close(self) -> None:
         """Send what is left of the traces; all calls are over."""
@@ -172,13 +193,17 @@ class Service:
             await asyncio.to_thread(self._tracing.close)
 
     def _cut_short(self, call: Call) -> None:
-        call.cancel(ApiError(503, "the server shut down before the request had ended", code="shutting_down"))
+        call.cancel(_shut_down())
 
     def _on_end(self, call: Call) -> None:
         for take_note in self._calls.pop(call):
             take_note(call.handles)
         if not self._calls:
             self._idle.set()
+
+
+def _shut_down() -> ApiError:
+    return ApiError(503, "the server shut down before the request had ended", code="shutting_down")
 
 
 def _start_tracing(settings: ServerSettings) -> Tracing | None:

@@ -27,6 +27,7 @@ class ServerSettings:
         host, port: where to listen; port 0 is any free one.
         model_name: what clients call the model.
         api_keys: any of them opens the API; without one it is open to all who reach it.
+        admin_keys: any of them opens what is done to the engine; without one there are no such endpoints.
         allow_origins: web origins whose pages may call the API (CORS); `*` is all.
         ssl_certfile, ssl_keyfile: PEM files, for TLS.
         max_samples: samples of one request, over all of its prompts.
@@ -43,6 +44,7 @@ class ServerSettings:
     port: int = 8000
     model_name: str = "smollm2-135m"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
@@ -93,12 +95,21 @@ def read_api_keys(file: Path | None) -> tuple[str, ...]:
         InvalidConfig: the file cannot be read, or has no key.
     """
     keys = [os.environ[API_KEY_VARIABLE]] if os.environ.get(API_KEY_VARIABLE) else []
-    if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(f"api_key_file={shown(str(file))} cannot be read: {error}") from error
-        if not any(lines):
-            raise InvalidConfig(f"api_key_file={shown(str(file))} has no key")
-        keys += [line for line in lines if line]
-    return tuple(keys)
+    return (*keys, *read_keys("api_key_file", file))
+
+
+def read_keys(name: str, file: Path | None) -> tuple[str, ...]:
+    """Return the keys of a file, one a line; None has none. `name` is what the setting is called.
+
+    Raises:
+        InvalidConfig: the file cannot be read, or has no key.
+    """
+    if file is None:
+        return ()
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{name}={shown(str(file))} cannot be read: {error}") from error
+    if not any(lines):
+        raise InvalidConfig(f"{name}={shown(str(file))} has no key")
+    return tuple(line for line in lines if line)

@@ -169,8 +169,63 @@ class Died(Message, frozen=True):
     text: str
 
 
-ToEngine = Submit | Cancel | Stream | Finish | AskStats | AskLook | Close
-FromEngine = Outputs | Begun | Unfit | Stats | Look | Died
+class Pause(Message, frozen=True):
+    """See `Engine.pause`; so for the other tasks."""
+
+    mode: str
+
+
+class Resume(Message, frozen=True):
+    pass
+
+
+class Sleep(Message, frozen=True):
+    pass
+
+
+class Wake(Message, frozen=True):
+    pass
+
+
+class ResetPrefixCache(Message, frozen=True):
+    pass
+
+
+class UpdateWeights(Message, frozen=True):
+    """`weights`: a path as the engine process knows it."""
+
+    weights: str
+    recompute: bool
+    partial: bool
+
+
+Task = Pause | Resume | Sleep | Wake | ResetPrefixCache | UpdateWeights
+
+
+class Maintain(Message, frozen=True):
+    """Do this to the engine, and say when it is done. `number`: what both ends of the connection call it."""
+
+    number: int
+    task: Task
+
+
+class Done(Message, frozen=True):
+    """A task is done; with it, or now, the weights have this version."""
+
+    number: int
+    weight_version: int
+
+
+class Failed(Message, frozen=True):
+    """A task was not done; the engine is as it was. `kind` is the name of the error's class."""
+
+    number: int
+    kind: str
+    text: str
+
+
+ToEngine = Submit | Cancel | Stream | Finish | AskStats | AskLook | Maintain | Close
+FromEngine = Outputs | Begun | Unfit | Stats | Look | Done | Failed | Died
 """Between an API process and the engine."""
 
 ToChild = Attach | Close
