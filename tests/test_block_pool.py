@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from twostroke.cache.block_pool import BlockPool
+from twostroke.cache.block_pool import BlockPool, BlockRun
 from twostroke.plan import DUMMY_BLOCK
 
 
@@ -64,6 +64,29 @@ def test_refuses_to_lose_count():
     pool.give(blocks)
     with pytest.raises(RuntimeError, match="given back"):
         pool.give(blocks)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_runs_come_back_together_as_they_do_one_by_one(shared):
+    """Published or not, twice the same content, and with `shared` one block in two of the runs."""
+    pools = [BlockPool(12, 4) for _ in range(2)]
+    for together, pool in enumerate(pools):
+        a, b, c = pool.take(3), pool.take(4), pool.take(2)
+        if shared:
+            pool.share_used(a[:1])
+            b[0], spare = a[0], b[:1].copy()
+            pool.give(spare)
+        pool.cache.publish([b"0", b"1", b"2"], [a[0], a[1], b[2]])
+        runs = [BlockRun(a, [b"0", b"1"]), BlockRun(b, [b"0", b"1", b"2"]), BlockRun(c, []), BlockRun(a[:0], [])]
+        for part in [runs] if together else [[run] for run in runs]:
+            pool.give_runs(part)
+        assert pool.free == 11
+        assert not pool.sharers.any()
+    first, second = pools
+    assert sorted(first.free_blocks()) == sorted(second.free_blocks()) == list(range(1, 12))
+    assert first.cache.idle_blocks() == second.cache.idle_blocks()
+    with pytest.raises(RuntimeError, match="given back"):
+        second.give_runs(runs)
 
 
 def test_a_pool_without_usable_blocks_has_none_to_take():

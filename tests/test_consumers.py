@@ -6,14 +6,16 @@ import asyncio
 import itertools
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engines import MODES, running
 from watching import PATIENCE, quiet, wait_until
 
-from twostroke import Delta, Handle, SamplingParams
+from twostroke import Delta, FinishReason, Handle, SamplingParams
 from twostroke.bench.cpu_step import make_request
 from twostroke.request import Sample
+from twostroke.text.ending import Ending
 
 PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
 TOO_LONG = 1800
@@ -141,6 +143,26 @@ def test_text_may_come_before_its_token_and_a_token_without_text():
     handle.push(0, [7], "")
     consumer.join(PATIENCE)
     assert taken == [Delta("a", []), Delta("", [7])]
+
+
+def test_an_output_is_made_once_and_by_who_asks_for_it(engine, alone, monkeypatch):
+    """Delivery makes none, not even for who is called back; what nobody took may be iterated over, and once."""
+    makers, make = [], Ending._make
+    monkeypatch.setattr(Ending, "_make", lambda ending: makers.append(threading.current_thread()) or make(ending))
+    handle, ended = engine.submit(PROMPT, greedy(12)), threading.Event()
+    handle.on_end(lambda handle: ended.set())
+    assert ended.wait(PATIENCE)
+    assert handle.done
+    assert not makers
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda _: handle.result(), range(8)))
+    assert all(output is outputs[0] for output in outputs)
+    assert len(makers) == 1
+    deltas = list(handle)
+    assert [(delta.token_ids, delta.finish_reason) for delta in deltas] == [(alone[0][:12], FinishReason.LENGTH)]
+    assert deltas[0].token_ids is not outputs[0].token_ids
+    assert handle.next_delta().token_ids == []
+    assert len(makers) == 1
 
 
 def test_result_with_a_timeout(engine, beside):

@@ -145,7 +145,7 @@ def break_it(engine, place, error):
         "plan": (scheduler, "plan"),
         "commit": (scheduler, "commit"),
         "delivery": (engine._life.delivery, "_deliver"),
-        "detokenizer": (engine._life.delivery, "_output"),
+        "detokenizer": (engine._life.delivery, "_whole_text"),
     }[place]
     work, calls = getattr(owner, name), []
 

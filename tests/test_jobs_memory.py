@@ -6,6 +6,7 @@ import gc
 import queue
 import threading
 
+import numpy as np
 import psutil
 import pytest
 
@@ -15,9 +16,8 @@ from twostroke.jobs.batch_request import RequestReader
 from twostroke.jobs.batch_run import AHEAD, SUBMITTED, BatchRun
 from twostroke.limits import Limits
 from twostroke.request import FinishReason, Request, Sample
+from twostroke.text.ending import Ending
 from twostroke.text.handle import Handle
-from twostroke.text.logprobs import LogprobLog
-from twostroke.text.output import SampleOutput
 
 ROWS = 64
 LIMITS = Limits(vocab_size=512, max_model_len=64, block_size=16, usable_blocks=1000)
@@ -42,19 +42,10 @@ class Stub:
     def serve(self):
         while (handle := self.handles.get()) is not None:
             sample = handle.sample
-            output = SampleOutput(
-                index=0,
-                token_ids=[1, 2, 3],
-                text=None,
-                finish_reason=FinishReason.LENGTH,
-                error=None,
-                seed=sample.seed,
-                preemptions=0,
-                timings=sample.timings,
-                weight_versions=[(0, 3)],
-            )
+            sample.tokens = np.array([*sample.request.prompt, 1, 2, 3], np.int32)
+            sample.finish_reason = FinishReason.LENGTH
             self.ended += 1
-            handle.finish(output, output.token_ids, "", LogprobLog(sample))
+            handle.finish(Ending(sample, None, untaken=True))
 
     def close(self):
         self.handles.put(None)

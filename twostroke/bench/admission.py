@@ -6,7 +6,8 @@ from the scheduler, and their outputs go through delivery. Each has a prompt of 
     start_per_s        from `Front.start`, with all of them in one call, to the queue
     submit_per_s       from `Front.submit`, one by one, to the queue
     admit_per_s        from the queue to a row and into a plan, with all that makes room for it: commit and release
-    start_us, submit_us, admit_us  the same per request, in CPU time of the caller's and of the loop's thread
+    result_per_s       from the handle to the whole output, which is made when it is asked for
+    start_us, submit_us, admit_us, result_us  the same per request, in CPU time of the caller's and of the loop's thread
     bytes_per_request  all that the process holds for a request that waits: handle, sample, request, prompt, queue entry
 
 Rates are of wall time: beside `admit` the delivery worker has the interpreter for its share. Garbage is collected as
@@ -73,7 +74,7 @@ def measure_bytes(requests: int) -> int:
 
 
 def measure_seconds(requests: int, extra: dict[str, Any]) -> Run:
-    """Start so many requests; then submit as many one by one, and run these. `seconds` is the latter two."""
+    """Start so many requests; then submit as many one by one, run these, take their outputs: that is `seconds`."""
     figures: dict[str, Any] = {}
     with closing(Desk()) as desk:
         moments = [now()]
@@ -86,9 +87,10 @@ def measure_seconds(requests: int, extra: dict[str, Any]) -> Run:
         moments.append(now())
         desk.run()
         moments.append(now())
-        figures |= _figures(requests, ("submit", "admit"), moments)
         for handle in handles:
             handle.result()
+        moments.append(now())
+        figures |= _figures(requests, ("submit", "admit", "result"), moments)
     seconds = (moments[-1].wall - moments[0].wall) * 1e-9
     extra = figures | extra
     return Run(engine="twostroke", loop=None, seconds=seconds, tokens=requests, waiting=requests, extra=extra)

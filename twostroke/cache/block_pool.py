@@ -113,15 +113,36 @@ class BlockPool:
         published = len(keys)
         unused = self.sharers[blocks] == 0
         count = int(np.count_nonzero(unused))
-        if self.free + count > self.total:
-            raise RuntimeError(
-                f"{counted(count, 'block')} given back, but of those that are out only {self.total - self.free}"
-            )
+        self._count_in(count)
         self.sharers[blocks[~unused]] -= 1
-        self.free += count
         if published:
             self._push(self.cache.retire(keys, blocks[:published].tolist(), unused[:published].tolist()))
         self._push(blocks[published:][unused[published:]])
+
+    def give_runs(self, runs: Sequence[BlockRun]) -> None:
+        """Take back the blocks of many rows; as `give` of one run after the other.
+
+        NOTE: most often nobody shares any of them, and then numpy is asked about all of them together.
+        """
+        every = np.concatenate([run.blocks for run in runs])
+        if np.count_nonzero(self.sharers[every]):
+            for run in runs:
+                self.give(*run)
+            return
+        self._count_in(len(every))
+        spare: list[int] = []
+        for blocks, keys in runs:
+            numbers = blocks.tolist()
+            if published := len(keys):
+                spare += self.cache.retire(keys, numbers[:published], [True] * published)
+            spare += numbers[published:]
+        self._push(spare)
+
+    def _count_in(self, count: int) -> None:
+        """Count blocks that are given back."""
+        if self.free + count > self.total:
+            raise RuntimeError(f"{count} blocks given back, but only {self.total - self.free} are out")
+        self.free += count
 
     def give_blank(self, blocks: np.ndarray) -> None:
         """Take back blocks, int32 [n], which nobody shares and nobody may find."""

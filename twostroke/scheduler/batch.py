@@ -96,7 +96,7 @@ class Batch:
         self.on_begun(sample)
 
     def leave(self, sample: Sample, bad: int) -> None:
-        """The sample has ended: row and blocks return when no step uses them. `bad` as in `Prefixes.publish`."""
+        """The sample has ended: what it had waits to be returned. `bad` as in `Prefixes.publish`."""
         self.streaming.discard(sample)
         self.held.forget(sample)
         if (row := self.row_of.pop(sample, None)) is None:
@@ -105,14 +105,15 @@ class Batch:
         self.draining.pop(row, None)
         self.rows.end(row)
         self.releases.push(Release(self.launched_step, row, runs))
-        self.return_releases()
 
     def return_releases(self) -> None:
         """Return what no step in flight uses any more."""
+        runs: list[BlockRun] = []
         while (release := self.releases.pop(self.committed_step)) is not None:
-            for run in release.runs:
-                self.pool.give(*run)
+            runs += release.runs
             self.rows.free_row(release.row)
+        if runs:
+            self.pool.give_runs(runs)
 
     def slide(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Give back the blocks of `rows`, intp [K], that nothing from `positions`, int64 [K], on looks into.

@@ -27,7 +27,7 @@ class Endings:
         self._weights = weights
 
     def end(self, sample: Sample, reason: FinishReason, error: str | None = None, drop: int = 0, bad: int = 0) -> None:
-        """End `sample` with its known tokens but the last `drop`; row and blocks return when no step uses them.
+        """End `sample` with its known tokens but the last `drop`; row and blocks wait to be returned.
 
         `bad` as in `Prefixes.publish`.
         """

@@ -84,8 +84,10 @@ class Prefixes:
         most = (len(sample.tokens) - 1) // size
         if sample.scored < sample.prompt_len - 1:
             most = min(most, sample.scored // size)
-        here = self._look(sample, most)
-        count = self._find_on_host(sample, most, here)
+        here = self._look(sample, most) if most else 0
+        count = self._find_on_host(sample, most, here) if most else 0
+        if not count:
+            return self.nothing()
         chain = sample.chain[:count]
         keys = [keys_of(chain[first:], group) for group, first in enumerate(self._rows.firsts(count))]
         runs = [BlockRun(self._cache.blocks(each), each) for each in keys]
@@ -133,7 +135,8 @@ class Prefixes:
         if rows.publishes[row]:
             good = int(rows.confirmed[row]) - bad
             vouched = good if good >= rows.target[row] else int(rows.shared[row])
-            self._publish_blocks(row, vouched // rows.block_size)
+            if vouched // rows.block_size > rows.published[row]:
+                self._publish_blocks(row, vouched // rows.block_size)
         count = int(rows.published[row])
         return list(rows.samples[row].chain[:count]) if count else []
 
@@ -145,7 +148,7 @@ class Prefixes:
         for group, first in enumerate(rows.first[:, row].tolist()):
             keys = keys_of(chain[first:count], group)
             self._cache.publish(keys, rows.blocks[group, row, first : first + len(keys)].tolist())
-        rows.published[row] = max(count, int(rows.published[row]))
+        rows.published[row] = count
 
     def stop(self) -> None:
         """Let no row that runs now publish anything more."""

@@ -169,6 +169,7 @@ class Scheduler:
         samples = sorted(every, key=lambda sample: sample.order)
         for sample in samples:
             self._endings.end(sample, reason, error)
+        self.batch.return_releases()
         return Committed(samples, [], NO_TOKENS)
 
     def stream(self, sample: Sample) -> Committed:
@@ -304,4 +305,5 @@ class Scheduler:
         if sample.state is SampleState.FINISHED or sample.order < 0:  # or it was refused, and is cancelled all the same
             return NOTHING
         self._endings.end(sample, reason)
+        self.batch.return_releases()
         return Committed([sample], [], NO_TOKENS)

@@ -13,9 +13,9 @@ import numpy as np
 from ..errors import InvalidRequest, shown
 from ..request import FinishReason, Request, Sample
 from .detokenizer import Detokenizer
+from .ending import Ending
 from .handle import Handle
 from .logprobs import LogprobLog
-from .output import SampleOutput
 from .stop_strings import StopStream
 from .tokenizer import Tokenizer
 
@@ -72,8 +72,6 @@ class _Stream:
         if not self._decode or not self._detokenizer:
             return self.push(ids[self._pushed :])
         self.text = self._decode(ids)
-        if not self._pushed:  # nobody streams: the whole text is all that is left
-            return ids, self.text
         rest, text = self.push(ids[self._pushed :])
         return rest, text + self._detokenizer.finish()
 
@@ -231,36 +229,42 @@ class Delivery:
         return _Stream(self._tokenizer, sample.request)
 
     def _finish(self, sample: Sample) -> None:
-        stream = self._streams.pop(sample, None) or self._make_stream(sample)
-        log = self._logs.pop(sample, None) or LogprobLog(sample)
-        handle = self._handles.get(sample)
+        stream, log = self._streams.pop(sample, None), self._logs.pop(sample, None)
+        handle, terms = self._handles.get(sample), sample.request.terms
         if handle is None:
             return
-        ids = sample.output.tolist()
-        # NOTE: at a stop string the stream drops what follows, so here a stop is always that of a stop token.
-        spoken = ids[:-1] if sample.finish_reason == FinishReason.STOP else ids
-        rest, text = stream.finish(spoken)
-        if stream.kept is None:
-            rest = rest + ids[len(spoken) :]
-        output = self._output(sample, stream, log)
+        if log is None and (terms.wanted_logprobs or terms.wanted_prompt_logprobs):
+            log = LogprobLog(sample)
+        rest: list[int] = []
+        text = ""
+        if stream is None and not terms.stops:
+            ending = Ending(sample, self._whole_text(sample), log, untaken=True)
+        else:
+            stream = stream or self._make_stream(sample)
+            rest, text = self._rest(sample, stream)
+            ending = Ending(sample, stream.text, log, kept=stream.kept)
         # NOTE: not before the text is made, so that a failure there reaches this request too; but before anybody can
         # know of its end, since then its id must be free.
         self._pop(sample)
-        handle.finish(output, rest, text, log)
+        handle.finish(ending, rest, text)
 
-    def _output(self, sample: Sample, stream: _Stream | StopStream, log: LogprobLog) -> SampleOutput:
-        assert sample.finish_reason is not None
-        stopped, ids, request = stream.kept is not None, sample.output[: stream.kept].tolist(), sample.request
-        return SampleOutput(
-            index=sample.index,
-            token_ids=ids,
-            text=stream.text,
-            finish_reason=FinishReason.STOP if stopped else sample.finish_reason,
-            error=None if stopped else sample.error,
-            seed=sample.seed,
-            preemptions=sample.preemptions,
-            timings=sample.timings,
-            weight_versions=sample.weight_versions(stream.kept),
-            logprobs=None if request.params.logprobs is None else log.output[: len(ids)],
-            cumulative_logprob=log.total(len(ids)) if request.terms.wanted_logprobs else None,
-        )
+    def _rest(self, sample: Sample, stream: _Stream | StopStream) -> tuple[list[int], str]:
+        """What is left to hand over of a sample that has ended."""
+        ids = sample.output.tolist()
+        spoken = ids[: _spoken(sample, len(ids))]
+        rest, text = stream.finish(spoken)
+        return (rest + ids[len(spoken) :] if stream.kept is None else rest), text
+
+    def _whole_text(self, sample: Sample) -> str | None:
+        """The text of a sample that nobody followed."""
+        if self._tokenizer is None:
+            return None
+        ids = sample.output.tolist()
+        skip = sample.request.params.skip_special_tokens
+        return self._tokenizer.decode(ids[: _spoken(sample, len(ids))], skip_special_tokens=skip)
+
+
+def _spoken(sample: Sample, count: int) -> int:
+    """How many of the `count` tokens of a sample that has ended have a text."""
+    # NOTE: at a stop string the stream drops what follows, so here a stop is always that of a stop token.
+    return count - 1 if sample.finish_reason == FinishReason.STOP else count

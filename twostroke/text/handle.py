@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..errors import InvalidRequest, fresh, shown
 from ..request import Sample
-from .logprobs import LogprobLog
+from .ending import Ending
 from .output import Delta, RequestOutput, SampleOutput, TokenLogprob, best
 from .waiters import TaskWaiter, ThreadWaiter
 
@@ -37,6 +37,15 @@ class _Piece:
         self.text: list[str] = []
         self.logprobs: list[TokenLogprob] = []
 
+    @classmethod
+    def of(cls, output: SampleOutput) -> _Piece:
+        """All of an output."""
+        piece = cls()
+        piece.ids.extend(output.token_ids)
+        piece.text.append(output.text or "")
+        piece.logprobs.extend(output.logprobs or ())
+        return piece
+
     def __bool__(self) -> bool:
         return bool(self.ids or self.text)
 
@@ -58,7 +67,7 @@ class Handle:
     """
 
     __slots__ = (
-        *("samples", "_place", "_owner", "_lock", "_waiters", "_pieces", "_outputs"),
+        *("samples", "_place", "_owner", "_lock", "_waiters", "_pieces", "_endings"),
         *("_prompt_logprobs", "_streaming", "_output", "_error", "_on_end", "_on_sample", "__weakref__"),
     )
 
@@ -69,7 +78,7 @@ class Handle:
         self._lock = threading.RLock()
         self._waiters: tuple[ThreadWaiter | TaskWaiter, ...] = ()
         self._pieces: dict[int, _Piece] = {}
-        self._outputs: dict[int, SampleOutput] = {}
+        self._endings: dict[int, Ending] = {}
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._streaming = False
         self._output: RequestOutput | None = None
@@ -89,7 +98,7 @@ class Handle:
     @property
     def done(self) -> bool:
         """True once the request has ended, in whatever way."""
-        return self._output is not None or self._error is not None
+        return len(self._endings) == len(self.samples) or self._error is not None
 
     def cancel(self, index: int | None = None) -> None:
         """End the request, or its sample `index`; it gets a final output with the tokens so far.
@@ -194,22 +203,23 @@ class Handle:
             if self._streaming and (ids or text):
                 self._notify()
 
-    def finish(self, output: SampleOutput, ids: Sequence[int], text: str, log: LogprobLog) -> None:
-        """Set the outcome of a sample, with what was not pushed yet; called by delivery."""
+    def finish(self, ending: Ending, ids: Sequence[int] = (), text: str = "") -> None:
+        """Set the outcome of a sample, with what was not pushed yet, if part of it was taken; called by delivery."""
+        index, log = ending.sample.index, ending.log
         with self._lock:
-            self._add(output.index, ids, text, log.hand_over(len(ids)))
-            if self.sample.request.terms.wanted_prompt_logprobs:
+            if ids or text:
+                self._add(index, ids, text, log.hand_over(len(ids)) if log else ())
+            if log and self.sample.request.terms.wanted_prompt_logprobs:
                 # Of the samples that began to compute the prompt only one may have come to its end.
                 self._prompt_logprobs = max(self._prompt_logprobs or [], log.prompt, key=len)
-            self._outputs[output.index] = output
-            if len(self._outputs) == len(self.samples):
-                self._output = self._whole(self._ended())
-            if self._streaming or self._output:
+            self._endings[index] = ending
+            if self._waiters and (self._streaming or self.done):
                 self._notify()
             listeners = self._on_sample
         for listener in listeners:
-            listener(output)
-        self._call_back()
+            listener(self._output_of(ending))
+        if self._on_end:
+            self._call_back()
 
     def fail(self, error: Exception) -> None:
         """Make every wait raise `error`, now and later. Does nothing if the request has ended."""
@@ -238,8 +248,10 @@ class Handle:
     def _outcome(self) -> RequestOutput:
         if self._error is not None:
             raise fresh(self._error)
-        assert self._output is not None
-        return self._output
+        with self._lock:
+            if self._output is None:
+                self._output = self._whole(self._ended())
+            return self._output
 
     def _whole(self, outputs: list[SampleOutput]) -> RequestOutput:
         """The output of the request, all of whose samples have ended."""
@@ -255,7 +267,11 @@ class Handle:
 
     def _ended(self) -> list[SampleOutput]:
         """The outputs of the samples that have ended, in the order of their indices."""
-        return [self._outputs[index] for index in sorted(self._outputs)]
+        return [self._endings[index].output for index in sorted(self._endings)]
+
+    def _output_of(self, ending: Ending) -> SampleOutput:
+        with self._lock:
+            return ending.output
 
     def _add(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob]) -> None:
         piece = self._pieces.get(index) or self._pieces.setdefault(index, _Piece())
@@ -265,7 +281,7 @@ class Handle:
             piece.text.append(text)
 
     def _has_news(self, index: int) -> bool:
-        return bool(self._pieces.get(index)) or index in self._outputs
+        return bool(self._pieces.get(index)) or index in self._endings
 
     def _take(self, wanted: Sequence[int]) -> Delta | None:
         """Return what has come of a sample since the last call, if anything; raise what the request failed with."""
@@ -274,8 +290,11 @@ class Handle:
             if self._error is not None:
                 raise fresh(self._error)
             return None
-        piece, output = self._pieces.pop(index, None) or _Piece(), self._outputs.get(index)
-        reason = output.finish_reason if output else None
+        piece, ending = self._pieces.pop(index, None) or _Piece(), self._endings.get(index)
+        if ending is not None and ending.untaken:
+            ending.untaken = False
+            piece = _Piece.of(ending.output)
+        reason = ending.finish_reason if ending else None
         logprobs = None if self.sample.request.params.logprobs is None else piece.logprobs
         return Delta("".join(piece.text), piece.ids, reason, index, logprobs)
 
