@@ -11,6 +11,8 @@ import torch
 from twostroke.sampling.state import SamplingState
 
 NUM_STOPS = 4
+SPLIT = 4096
+"""Tokens of a split: the draw is of a split first, then of a token in it."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,24 @@ def expected_token(logits: np.ndarray, row: Row) -> tuple[int, int]:
     if row.temperature == 0:
         return int(np.argmax(logits)), 0
     scaled = (logits - logits.max()) / np.float32(row.temperature)
+    return drawn_token(np.where(kept_tokens(logits, row), scaled, -np.inf), row), 0
+
+
+def drawn_token(kept: np.ndarray, row: Row) -> int:
+    """The token that a row draws from what is kept: logits over temperature, the largest one 0, -inf for the others."""
+    with np.errstate(divide="ignore"):
+        weights = np.log(np.add.reduceat(np.exp(kept.astype(np.float64)), range(0, len(kept), SPLIT)))
+    start = int(np.argmax(weights + noise(row, 0, len(weights), purpose=1))) * SPLIT
+    within = kept[start : start + SPLIT]
+    return start + int(np.argmax(within + noise(row, start, len(within), purpose=0)))
+
+
+def noise(row: Row, first: int, count: int, purpose: int) -> np.ndarray:
+    """The noise of the tokens or splits `first` (a multiple of four), first + 1 and so on: float64 [count]."""
     key = row.seed & 0xFFFFFFFF, row.seed >> 32
-    words = [word for quad in range(-(-len(logits) // 4)) for word in philox_words(key, (row.outputs, 0, quad, 0))]
-    noise = np.array([expected_gumbel(word) for word in words[: len(logits)]])
-    return int(np.argmax(np.where(kept_tokens(logits, row), scaled + noise, -np.inf))), 0
+    quads = range(first // 4, -(-(first + count) // 4))
+    words = [word for quad in quads for word in philox_words(key, (row.outputs, 0, quad, purpose))]
+    return np.array([expected_gumbel(word) for word in words[:count]])
 
 
 def every_combination(vocab: int) -> list[Row]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sampling_case import (
     NUM_STOPS,
+    SPLIT,
     Row,
     every_combination,
     expected_token,
@@ -48,6 +49,18 @@ def test_tokens_are_those_of_the_definition(vocab: int) -> None:
     logits = random_logits(len(rows), vocab, seed=vocab)
     expected = [expected_token(x, row) for x, row in zip(logits.numpy(), rows, strict=True)]
     assert run(sample, logits, range(len(rows)), make_state(rows)) == tuple(map(list, zip(*expected, strict=True)))
+
+
+def test_tokens_of_several_splits_are_those_of_the_definition() -> None:
+    rows = [
+        *(Row(seed=seed) for seed in range(6)),
+        *(Row(seed=seed, top_k=50 * seed, top_p=0.8) for seed in range(3)),
+        *(Row(seed=seed, temperature=5.0, min_p=0.3, outputs=seed) for seed in range(3)),
+    ]
+    logits = random_logits(len(rows), 9_001, seed=22)
+    expected = [expected_token(x, row)[0] for x, row in zip(logits.numpy(), rows, strict=True)]
+    assert tokens_of(logits, rows) == expected
+    assert len({token // SPLIT for token in expected}) == 3
 
 
 @pytest.mark.parametrize("vocab", [6, 63, 260])
@@ -129,6 +142,25 @@ def test_draws_follow_the_probabilities() -> None:
     seen = torch.bincount(torch.tensor(draws(logits, Row(temperature=1.3, seed=12345), count)), minlength=8)
     expected = (torch.tensor(logits, dtype=torch.float64) / 1.3).softmax(0) * count
     assert ((seen - expected) ** 2 / expected).sum() < 24.3
+
+
+def test_draws_follow_the_probabilities_across_splits() -> None:
+    """Chi-squared with 19 degrees of freedom (43.8) over ranges of tokens, of nearly equal probability, in three
+    splits; and 3.3 sigma for the 100 likeliest tokens together."""
+    vocab, count = 9_500, 3_000
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)) * 2
+    chances = (logits.double() / 0.9).softmax(0)
+    seen = torch.zeros(vocab, dtype=torch.int64)
+    for first in range(0, count, 500):
+        rows = [Row(temperature=0.9, seed=77, outputs=index) for index in range(first, first + 500)]
+        seen += torch.bincount(torch.tensor(tokens_of(logits.repeat(500, 1), rows)), minlength=vocab)
+    group = (chances.cumsum(0) * 20).long().clamp(max=19)
+    expected = torch.zeros(20, dtype=torch.float64).index_add(0, group, chances) * count
+    found = torch.zeros(20, dtype=torch.int64).index_add(0, group, seen)
+    assert ((found - expected) ** 2 / expected).sum() < 43.8
+    likely = chances.argsort(descending=True)[:100]
+    mean = chances[likely].sum() * count
+    assert abs(seen[likely].sum() - mean) < 3.3 * mean.sqrt()
 
 
 def test_draws_follow_the_probabilities_of_the_kept_tokens() -> None:
@@ -224,6 +256,19 @@ def test_c06_a_row_does_not_depend_on_its_mates_order_or_count() -> None:
     for number in (0, 13, 39):
         assert tokens_of(logits[number : number + 1], [rows[number]]) == [together[number]]
         assert tokens_of(logits[number : number + 1], rows, [number]) == [together[number]]
+
+
+def test_c06_a_row_of_several_splits_does_not_depend_on_its_mates() -> None:
+    """The weights of splits are sums: their order must not depend on how many rows there are."""
+    rows = [Row(seed=seed, top_p=1.0 - seed % 2 / 10) for seed in range(7)]
+    logits = random_logits(7, 9_001, seed=23)
+    chances = torch.zeros(7)
+    together, _ = run(partial(sample, chances=chances), logits, range(7), make_state(rows))
+    for number in range(7):
+        alone = torch.zeros(1)
+        tokens, _ = run(partial(sample, chances=alone), logits[number : number + 1], [number], make_state(rows))
+        assert tokens == together[number : number + 1]
+        assert torch.equal(alone, chances[number : number + 1])
 
 
 def test_c09_equal_seeds_give_equal_tokens_and_c11_others_differ() -> None:

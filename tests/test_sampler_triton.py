@@ -5,11 +5,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
-from sampling_case import DUMMY, Row, every_combination, make_state, random_logits, run, typical_rows
+from sampling_case import (
+    DUMMY,
+    SPLIT,
+    Row,
+    every_combination,
+    kept_tokens,
+    make_state,
+    noise,
+    random_logits,
+    run,
+    typical_rows,
+)
 
-from twostroke.kernels.philox import PURPOSE_TOKEN, gumbel, philox
+from twostroke.kernels.philox import gumbel, philox
 from twostroke.sampling.sampler import sample
 from twostroke.sampling.state import SamplingState
 
@@ -64,17 +76,23 @@ def assert_same(
 
 
 def near_tie(logits: torch.Tensor, row: Row, *tokens: int) -> bool:
-    low, high = row.seed & 0xFFFFFFFF, row.seed >> 32
-    scores = []
-    for token in tokens:
-        words = philox((low, high), (row.outputs, 0, torch.tensor([token // 4]), PURPOSE_TOKEN))
-        scores.append(float(logits[token]) / row.temperature + float(gumbel(words[token % 4])))
+    """Of two tokens of one split their scores, of others those of their splits lie close together."""
+    x = logits.float().numpy()
+    kept = np.where(kept_tokens(x, row), (x - x.max()).astype(np.float64) / row.temperature, -np.inf)
+    splits = [token // SPLIT for token in tokens]
+    if splits[0] == splits[1]:
+        scores = [kept[token] + noise(row, token - token % 4, 4, purpose=0)[token % 4] for token in tokens]
+    else:
+        weights = [np.log(np.exp(kept[split * SPLIT : (split + 1) * SPLIT]).sum()) for split in splits]
+        scores = [weights[i] + noise(row, 0, splits[i] + 1, purpose=1)[-1] for i in range(2)]
     return abs(scores[0] - scores[1]) < 1e-4
 
 
 @triton.jit
 def _noise_kernel(seeds, outputs, words, noise, PURPOSE: tl.constexpr, QUADS: tl.constexpr):
-    bits = philox_triton.token_words(tl.load(seeds), tl.load(seeds + 1), tl.load(outputs), tl.arange(0, QUADS), PURPOSE)
+    bits = philox_triton.numbered_words(
+        tl.load(seeds), tl.load(seeds + 1), tl.load(outputs), tl.arange(0, QUADS), PURPOSE
+    )
     ids = tl.arange(0, 4 * QUADS)
     tl.store(words + ids, bits.to(tl.int32, bitcast=True))
     tl.store(noise + ids, philox_triton.gumbel(bits))
@@ -130,9 +148,33 @@ def test_every_combination_of_parameters(vocab: int, device: str) -> None:
     assert_same(random_logits(len(picked), vocab, seed=vocab), picked, device)
 
 
-def test_a_vocabulary_of_several_tiles(device: str) -> None:
-    rows = [DUMMY, Row(seed=1), Row(seed=2, top_k=40), Row(seed=3, top_p=0.9), Row(seed=4, top_k=900, top_p=0.5)]
-    assert_same(random_logits(len(rows), 20_011, seed=13), rows, device)
+def test_a_vocabulary_of_several_splits(device: str) -> None:
+    """Filters that keep tokens in all splits, in some, and in one; barred ids and typical_p among them."""
+    filters: list[dict] = [
+        *(
+            {},
+            {},
+            {"temperature": 0.2},
+            {"temperature": 9.0},
+            {"top_k": 40},
+            {"top_p": 0.9},
+            {"top_k": 900, "top_p": 0.5},
+        ),
+        *({"min_p": 0.02}, {"typical_p": 0.3}, {"typical_p": 0.8, "top_k": 5}, {"top_k": 2}),
+        {"min_outputs": 9, "stop_ids": (4_100, 20_010)},
+    ]
+    rows = [DUMMY, *(Row(seed=seed, **kept) for seed, kept in enumerate(filters))]
+    assert_same(random_logits(len(rows), 20_011, seed=13), rows, device, typical=True)
+
+
+def test_splits_without_a_token(device: str) -> None:
+    """Forbidden from end to end, or so far from the largest logit that their weight is 0."""
+    logits = random_logits(6, 9_000, seed=21)
+    logits[:3, :4096] = -INF
+    logits[3:, 4096:8192] -= 1e30
+    logits[2:4, 8192:] = -INF
+    rows = [Row(seed=seed, top_p=1.0 - seed % 2 / 4) for seed in range(6)]
+    assert_same(logits, rows, device)
 
 
 def test_kept_sets_show_in_many_flat_draws(device: str) -> None:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .sizes import cdiv, next_power_of_2
+from .splits import first_largest
 
 _SPLIT = 4096
 _SPLIT_WARPS = 8
@@ -22,12 +23,6 @@ _WIDTH = 32
 
 _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _first_largest(x, ids):
-    best = tl.max(x, 0)
-    return best, tl.min(tl.where(x == best, ids, _NO_ID), 0)
 
 
 @triton.jit
@@ -57,7 +52,7 @@ def _survey(
         ids = split * SPLIT + tl.arange(0, SPLIT)
         x = tl.load(row_logits + ids, mask=ids < vocab, other=-_INFINITY).to(tl.float32)
         bad = tl.max(((x != x) | (x == _INFINITY)).to(tl.int32), 0) != 0
-        best, token = _first_largest(x, ids)
+        best, token = first_largest(x, ids)
         peak = tl.where(bad, _INFINITY, best)
         tl.store(peaks + place, peak)
         tl.store(sums + place, tl.sum(tl.where(x > -_INFINITY, tl.exp(x - best), 0.0), 0))
@@ -66,7 +61,7 @@ def _survey(
             tl.store(values + place * WIDTH + i, best)
             tl.store(tokens + place * WIDTH + i, token)
             x = tl.where(ids == token, -_INFINITY, x)
-            best, token = _first_largest(x, ids)
+            best, token = first_largest(x, ids)
 
 
 @triton.jit
@@ -119,7 +114,7 @@ def _join(
         top_ids = tl.zeros([WIDTH], tl.int32) - 1
         top_logprobs = tl.zeros([WIDTH], tl.float32)
         for i in range(0, count - 1):
-            largest, token = _first_largest(x, ids)
+            largest, token = first_largest(x, ids)
             found = tl.where(good, largest, -_INFINITY) > -_INFINITY
             top_ids = tl.where(rank == i, tl.where(found, token, -1), top_ids)
             top_logprobs = tl.where(rank == i, largest - total, top_logprobs)

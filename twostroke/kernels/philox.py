@@ -3,8 +3,9 @@
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). The same stream comes from
 `philox_triton`.
 
-A token's word: key = the sample's seed (low, high half), counter = (output index low, output index high,
-token id // 4, purpose), and of the four result words the one numbered token id % 4.
+The word of a token, or of a split (`SPLIT` tokens in a row of the vocabulary): key = the sample's seed (low, high
+half), counter = (output index low, output index high, number // 4, purpose), and of the four result words the one
+numbered number % 4; the number is the token's id, or counts the splits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
-PURPOSE_TOKEN = 0
-"""The counter's fourth word when the numbers draw a token."""
+PURPOSE_TOKEN, PURPOSE_SPLIT = 0, 1
+"""The counter's fourth word when the numbers draw a token of a split, and when they draw the split."""
+
+SPLIT = 4096
+"""Tokens of a split. Another size would give other tokens for the same seeds."""
 
 MIN_GUMBEL = -2.8526
 MAX_GUMBEL = 17.3287

@@ -32,8 +32,8 @@ def philox_words(k0, k1, c0, c1, c2, c3):
 
 
 @triton.jit
-def token_words(seed_low, seed_high, output_index, quads, purpose: tl.constexpr):
-    """One uint32 word per token of the groups of four tokens `quads` (int32 [N]), in order: [4 N].
+def numbered_words(seed_low, seed_high, output_index, quads, purpose: tl.constexpr):
+    """One uint32 word per token or split of the groups of four `quads` (int32 [N]), in order: [4 N].
 
     The seed halves and the output index are int32 scalars.
     """

@@ -1,9 +1,8 @@
-"""Sampling in Triton: four launches of fixed grids, whatever the rows ask for, so that a graph can hold them.
+"""Sampling in Triton: three launches of fixed grids, whatever the rows ask for, so that a graph can hold them.
 
-    survey   grid [S, splits]  one pass over the logits: poisoned? largest, and where
+    survey   grid [S, splits]  one pass over the logits: poisoned? largest, and where, or the weight of the split
     settle   grid [S]          joins the splits, ends greedy rows and errors, finds how far kept tokens may lie
-    draw     grid [S, splits]  sampled rows only: noise, and the winner of each split
-    combine  grid [S]          sampled rows only: the winner of the splits
+    draw     grid [S]          sampled rows only: draws a split, then a token of it (`draw.py`)
 
 A token's gap is largest logit - logit, its distance is gap / temperature: exp(-distance) is its probability over the
 largest one, and every filter keeps the tokens within some radius (`radius.py`). A row's splits and the order of its
@@ -18,39 +17,22 @@ import torch
 import triton
 import triton.language as tl
 
-from .barred_logits import bar, gaps, load_logits, num_barred
-from .philox import PURPOSE_TOKEN
-from .philox_triton import gumbel, token_words
+from .barred_logits import bar, load_logits, num_barred
+from .draw import draw
+from .philox import SPLIT
 from .radius import smallest_radius, weigh
 from .sizes import cdiv, next_power_of_2
+from .splits import first_id, load_splits, load_weights
 from .typical import find_typical
 
-_SPLIT = 4096
 _SPLIT_WARPS = 8
 _TILE = 8192
-_TILE_WARPS = 16
+_ROW_WARPS = 16
 
-_PURPOSE = tl.constexpr(PURPOSE_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _NOTHING_TO_DRAW = tl.constexpr(-1.0)
-
-
-@triton.jit
-def _first_largest(x, ids):
-    """The largest of x, and the lowest id that has it."""
-    best = tl.max(x, 0)
-    return best, tl.min(tl.where(x == best, ids, 0x7FFFFFFF), 0)
-
-
-@triton.jit
-def _join_splits(values, ids, position, num_splits, SPLITS: tl.constexpr):
-    lanes = tl.arange(0, SPLITS)
-    place = position * num_splits + lanes
-    inside = lanes < num_splits
-    value = tl.load(values + place, mask=inside, other=-_INFINITY)
-    return _first_largest(value, tl.load(ids + place, mask=inside, other=0x7FFFFFFF))
 
 
 @triton.jit
@@ -59,27 +41,37 @@ def _survey(
     logits_stride,
     vocab,
     rows,
+    temperatures,
     outputs,
     min_outputs,
     stop_ids,
     stop_stride,
     split_values,
     split_ids,
+    split_weights,
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The largest logit of each split and the lowest id that has it; +inf if one is NaN or +inf."""
+    """The largest logit of each split, +inf if one is NaN or +inf; for a greedy row the lowest id that has it, for
+    a sampled one the weight of all tokens."""
     position = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.load(rows + position)
+    temperature = tl.load(temperatures + row)
     ids = split * SPLIT + tl.arange(0, SPLIT)
     x = load_logits(logits + position.to(tl.int64) * logits_stride, ids, vocab)
-    poisoned = tl.max(((x != x) | (x == _INFINITY)).to(tl.int32), 0) != 0
+    poisoned = (x != x) | (x == _INFINITY)
     barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
-    best, token = _first_largest(bar(x, ids, stop_ids + row, stop_stride, barred), ids)
+    x = tl.where(poisoned, _INFINITY, bar(x, ids, stop_ids + row, stop_stride, barred))
+    best = tl.max(x, 0)
     place = position * tl.num_programs(1) + split
-    tl.store(split_values + place, tl.where(poisoned, _INFINITY, best))
-    tl.store(split_ids + place, token)
+    tl.store(split_values + place, best)
+    if temperature > 0.0:
+        # NOTE: in a split without any token all gaps are infinite, not NaN.
+        gap = tl.where(best == -_INFINITY, 0.0, best) - x
+        tl.store(split_weights + place, tl.sum(tl.exp2(gap * tl.div_rn(-_LOG2_E, temperature)), 0))
+    else:
+        tl.store(split_ids + place, first_id(x, best, ids))
 
 
 @triton.jit
@@ -98,6 +90,7 @@ def _settle(
     stop_stride,
     split_values,
     split_ids,
+    split_weights,
     num_splits,
     bests,
     radii,
@@ -110,9 +103,9 @@ def _settle(
     """Ends greedy rows and errors; for the others, the radius of the kept tokens: top_k, top_p within it, min_p."""
     position = tl.program_id(0)
     row = tl.load(rows + position)
-    best, token = _join_splits(split_values, split_ids, position, num_splits, SPLITS)
+    values = load_splits(split_values, position, num_splits, -_INFINITY, SPLITS)
+    best = tl.max(values, 0)
     failed = tl.abs(best) == _INFINITY
-    tl.store(tokens + position, tl.where(failed, 0, token))
     tl.store(errors + position, failed.to(tl.int32))
     tl.store(bests + position, best)
     temperature = tl.load(temperatures + row)
@@ -139,111 +132,19 @@ def _settle(
             )
         top_p = tl.load(top_ps + row)
         if top_p < 1.0:
-            mass, _, _ = weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
+            if radius < _INFINITY_BITS:
+                mass, _, _ = weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
+            else:
+                mass = tl.sum(load_weights(split_values, split_weights, position, num_splits, best, decay, SPLITS), 0)
             radius = smallest_radius(
                 row_logits, vocab, row_stops, stop_stride, barred, best, decay, top_p * mass, radius, True, TILE
             )
         farthest = -tl.log(tl.load(min_ps + row))
         tl.store(radii + position, tl.minimum(tl.div_rn(radius.to(tl.float32, bitcast=True), temperature), farthest))
     else:
+        token = first_id(values, best, load_splits(split_ids, position, num_splits, 0, SPLITS))
+        tl.store(tokens + position, tl.where(failed, 0, token))
         tl.store(radii + position, _NOTHING_TO_DRAW)
-
-
-@triton.jit
-def _draw(
-    logits,
-    logits_stride,
-    vocab,
-    rows,
-    temperatures,
-    seeds_low,
-    seeds_high,
-    outputs,
-    min_outputs,
-    stop_ids,
-    stop_stride,
-    bests,
-    radii,
-    centers,
-    spreads,
-    split_values,
-    split_ids,
-    split_weights,
-    TYPICAL: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    CHANCES: tl.constexpr,
-):
-    """For each split of a sampled row: the largest of noise - distance among the kept tokens, and the lowest id.
-
-    With CHANCES also the weight of its kept tokens: the sum of exp(-distance).
-    """
-    position = tl.program_id(0)
-    split = tl.program_id(1)
-    radius = tl.load(radii + position)
-    if radius >= 0.0:
-        row = tl.load(rows + position)
-        place = position * tl.num_programs(1) + split
-        ids = split * SPLIT + tl.arange(0, SPLIT)
-        gap = gaps(
-            logits + position.to(tl.int64) * logits_stride,
-            ids,
-            vocab,
-            stop_ids + row,
-            stop_stride,
-            num_barred(outputs, min_outputs, row, NUM_STOPS),
-            tl.load(bests + position),
-        )
-        distance = tl.div_rn(gap, tl.load(temperatures + row))
-        kept = distance <= radius
-        if TYPICAL:
-            kept = kept & (tl.abs(distance - tl.load(centers + position)) <= tl.load(spreads + position))
-        if tl.max(kept.to(tl.int32), 0) != 0:
-            quads = split * (SPLIT // 4) + tl.arange(0, SPLIT // 4)
-            words = token_words(
-                tl.load(seeds_low + row), tl.load(seeds_high + row), tl.load(outputs + row), quads, _PURPOSE
-            )
-            best, token = _first_largest(tl.where(kept, gumbel(words) - distance, -_INFINITY), ids)
-            tl.store(split_values + place, best)
-            tl.store(split_ids + place, token)
-            if CHANCES:
-                tl.store(split_weights + place, tl.sum(tl.where(kept, tl.exp(-distance), 0.0), 0))
-        else:
-            tl.store(split_values + place, -_INFINITY)
-            if CHANCES:
-                tl.store(split_weights + place, 0.0)
-
-
-@triton.jit
-def _combine(
-    logits,
-    logits_stride,
-    rows,
-    temperatures,
-    bests,
-    split_values,
-    split_ids,
-    split_weights,
-    num_splits,
-    radii,
-    tokens,
-    chances,
-    SPLITS: tl.constexpr,
-    CHANCES: tl.constexpr,
-):
-    position = tl.program_id(0)
-    if tl.load(radii + position) >= 0.0:
-        _, token = _join_splits(split_values, split_ids, position, num_splits, SPLITS)
-        tl.store(tokens + position, token)
-        if CHANCES:
-            lanes = tl.arange(0, SPLITS)
-            weights = tl.load(split_weights + position * num_splits + lanes, mask=lanes < num_splits, other=0.0)
-            logit = tl.load(logits + position.to(tl.int64) * logits_stride + token).to(tl.float32)
-            temperature = tl.load(temperatures + tl.load(rows + position))
-            distance = tl.div_rn(tl.load(bests + position) - logit, temperature)
-            tl.store(chances + position, -distance - tl.log(tl.sum(weights, 0)))
-    elif CHANCES:
-        tl.store(chances + position, 0.0)
 
 
 def sample_rows(
@@ -274,28 +175,29 @@ def sample_rows(
         chances: float32 [S], written unless None; see `sampling.sampler.sample`.
     """
     count, vocab = logits.shape
-    num_splits = cdiv(vocab, _SPLIT)
+    num_splits = cdiv(vocab, SPLIT)
     split_values = torch.empty((count, num_splits), dtype=torch.float32, device=logits.device)
+    split_weights = torch.empty_like(split_values)
     split_ids = torch.empty((count, num_splits), dtype=torch.int32, device=logits.device)
     # NOTE: not halves of one tensor: the alignment, and with it the compiled variant, would change with the count.
     bests = torch.empty(count, dtype=torch.float32, device=logits.device)
     radii = torch.empty_like(bests)
     centers, spreads = (torch.empty_like(bests), torch.empty_like(bests)) if typical else (bests, bests)
-    asked = chances is not None
-    split_weights = torch.empty_like(split_values) if asked else split_values
     stops = (stop_ids, stop_ids.stride(0))
     common = (logits, logits.stride(0), vocab, rows)
-    num_stops, splits = stop_ids.shape[0], next_power_of_2(num_splits)
+    num_stops, splits = stop_ids.shape[0], max(4, next_power_of_2(num_splits))
     per_split, per_row = (count, num_splits), (count,)
     _survey[per_split](
         *common,
+        temperature,
         outputs,
         min_outputs,
         *stops,
         split_values,
         split_ids,
+        split_weights,
         NUM_STOPS=num_stops,
-        SPLIT=_SPLIT,
+        SPLIT=SPLIT,
         num_warps=_SPLIT_WARPS,
     )
     _settle[per_row](
@@ -309,6 +211,7 @@ def sample_rows(
         *stops,
         split_values,
         split_ids,
+        split_weights,
         num_splits,
         bests,
         radii,
@@ -317,7 +220,7 @@ def sample_rows(
         NUM_STOPS=num_stops,
         SPLITS=splits,
         TILE=_TILE,
-        num_warps=_TILE_WARPS,
+        num_warps=_ROW_WARPS,
     )
     if typical:
         find_typical[per_row](
@@ -333,9 +236,9 @@ def sample_rows(
             spreads,
             NUM_STOPS=num_stops,
             TILE=_TILE,
-            num_warps=_TILE_WARPS,
+            num_warps=_ROW_WARPS,
         )
-    _draw[per_split](
+    draw[per_row](
         *common,
         temperature,
         seed_low,
@@ -348,28 +251,14 @@ def sample_rows(
         centers,
         spreads,
         split_values,
-        split_ids,
-        split_weights,
-        TYPICAL=typical,
-        NUM_STOPS=num_stops,
-        SPLIT=_SPLIT,
-        CHANCES=asked,
-        num_warps=_SPLIT_WARPS,
-    )
-    _combine[per_row](
-        logits,
-        logits.stride(0),
-        rows,
-        temperature,
-        bests,
-        split_values,
-        split_ids,
         split_weights,
         num_splits,
-        radii,
         tokens,
-        chances if asked else radii,
+        radii if chances is None else chances,
+        TYPICAL=typical,
+        NUM_STOPS=num_stops,
+        SPLIT=SPLIT,
         SPLITS=splits,
-        CHANCES=asked,
-        num_warps=1,
+        CHANCES=chances is not None,
+        num_warps=_ROW_WARPS,
     )

@@ -10,12 +10,20 @@ import math
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from ..kernels.philox import MAX_GUMBEL, MIN_GUMBEL, PURPOSE_TOKEN, WORD, gumbel, philox
-from .logprobs import logsumexp_by_row
+from ..kernels.philox import (
+    MAX_GUMBEL,
+    MIN_GUMBEL,
+    PURPOSE_SPLIT,
+    PURPOSE_TOKEN,
+    SPLIT,
+    WORD,
+    gumbel,
+    philox,
+)
 from .state import SamplingState
 
 _REACH = MAX_GUMBEL - MIN_GUMBEL
-"""A token farther than this behind another one loses to it whatever the noise."""
+"""What is farther than this behind another one loses to it whatever the noise."""
 
 
 def sample_rows(
@@ -42,13 +50,11 @@ def sample_rows(
         radius = keep_radius(distance, drawn_state)
         if typical:
             distance = only_typical(distance, radius, drawn_state.typical_p)
-        reach = distance.amin(1) + _REACH if typical else torch.full_like(radius, _REACH)
-        token[drawn] = draw(distance, torch.minimum(radius, reach), drawn_state)
+        token[drawn], chance = draw(distance.masked_fill_(distance > radius[:, None], math.inf), drawn_state)
     if chances is not None:
         chances.zero_()
         if len(drawn):
-            total = logsumexp_by_row((-distance).masked_fill(distance > radius[:, None], -math.inf))
-            chances[drawn] = -distance.gather(1, token[drawn, None]).squeeze(1) - total
+            chances[drawn] = chance
     tokens.copy_(token.masked_fill(failed, 0))
     errors.copy_(failed)
 
@@ -125,19 +131,36 @@ def only_typical(distance: torch.Tensor, radius: torch.Tensor, typical_p: torch.
     return distance.where((shift <= spread) | (typical_p[:, None] >= 1), math.inf)
 
 
-def draw(distance: torch.Tensor, radius: torch.Tensor, state: SamplingState) -> torch.Tensor:
-    """argmax(noise - distance) over the tokens within `radius` [S], finite, lowest id on ties: int64 [S].
+def draw(distance: torch.Tensor, state: SamplingState) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each row, int64 [S], and its log-probability, float32 [S]; `kernels.draw` explains splits.
 
-    Philox gives the words of four neighbouring tokens at once, so noise is made for the groups of four that hold a
-    token which can win.
+    Args:
+        distance: float32 [S, V]; infinity for what is not kept.
+        state: one column per row of `distance`.
     """
-    padded = F.pad(distance, (0, -distance.shape[1] % 4), value=math.inf)
+    # NOTE: of a vocabulary smaller than a split only the last group of four is filled up.
+    width = min(SPLIT, distance.shape[1] + -distance.shape[1] % 4)
+    splits = F.pad(distance, (0, -distance.shape[1] % width), value=math.inf).view(len(distance), -1, width)
+    weights = (-splits).exp().sum(2)
+    split = _draw_one(weights.log(), torch.zeros(len(splits), dtype=torch.int64), PURPOSE_SPLIT, state)
+    within = splits[torch.arange(len(splits)), split]
+    token = _draw_one(-within, split * width, PURPOSE_TOKEN, state)
+    chance = -within.gather(1, token[:, None]).squeeze(1) - weights.sum(1).log()
+    return split * width + token, chance
+
+
+def _draw_one(scores: torch.Tensor, first: torch.Tensor, purpose: int, state: SamplingState) -> torch.Tensor:
+    """argmax(score + noise) of each row of `scores` [S, N], lowest index on ties: int64 [S].
+
+    Score i of a row has the noise of the number `first` + i; `first` is int64 [S], multiples of four. Philox gives the
+    words of four neighbours at once, so noise is made for the groups of four that hold a score which can win.
+    """
+    padded = F.pad(scores, (0, -scores.shape[1] % 4), value=-math.inf)
     quads = padded.view(len(padded), -1, 4)
-    kept = padded <= radius[:, None]
-    row, quad = kept.view(torch.int32).nonzero(as_tuple=True)
+    can_win = padded >= padded.amax(1, keepdim=True) - _REACH
+    row, quad = can_win.view(torch.int32).nonzero(as_tuple=True)
     low, high, output = (column.long()[row] & WORD for column in (state.seed_low, state.seed_high, state.outputs))
-    words = torch.stack(philox((low, high), (output, 0, quad, PURPOSE_TOKEN)), 1)
-    score = torch.full_like(quads, -math.inf)
-    noisy = gumbel(words) - quads[row, quad]
-    score[row, quad] = noisy.masked_fill(~kept.view_as(quads)[row, quad], -math.inf)
-    return score.view_as(padded).argmax(1)
+    words = torch.stack(philox((low, high), (output, 0, first[row] // 4 + quad, purpose)), 1)
+    noisy = torch.full_like(quads, -math.inf)
+    noisy[row, quad] = quads[row, quad] + gumbel(words)
+    return noisy.view_as(padded).argmax(1)

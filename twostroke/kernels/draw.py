@@ -1,0 +1,148 @@
+"""The draw in Triton: first a split of the row, then a token of that split.
+
+A split comes with probability its kept tokens' weight over that of all, a token within it with its own over the
+split's: their product is the token's probability. So noise is made for the splits and the tokens of one of them, not
+for all tokens. `sample.py` explains distances and radii.
+"""
+
+# mypy: allow-untyped-defs
+
+import math
+
+import triton
+import triton.language as tl
+
+from .barred_logits import gaps, num_barred
+from .philox import PURPOSE_SPLIT, PURPOSE_TOKEN
+from .philox_triton import gumbel, numbered_words
+from .splits import first_largest, load_weights
+
+_INFINITY = tl.constexpr(float("inf"))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_PURPOSE_SPLIT = tl.constexpr(PURPOSE_SPLIT)
+_PURPOSE_TOKEN = tl.constexpr(PURPOSE_TOKEN)
+
+
+@triton.jit
+def _kept_distances(
+    row_logits,
+    ids,
+    vocab,
+    row_stops,
+    stop_stride,
+    barred,
+    best,
+    temperature,
+    radius,
+    center,
+    spread,
+    TYPICAL: tl.constexpr,
+):
+    """Distances; infinity for what is not kept."""
+    distance = tl.div_rn(gaps(row_logits, ids, vocab, row_stops, stop_stride, barred, best), temperature)
+    kept = distance <= radius
+    if TYPICAL:
+        kept = kept & (tl.abs(distance - center) <= spread)
+    return tl.where(kept, distance, _INFINITY)
+
+
+@triton.jit
+def draw(
+    logits,
+    logits_stride,
+    vocab,
+    rows,
+    temperatures,
+    seeds_low,
+    seeds_high,
+    outputs,
+    min_outputs,
+    stop_ids,
+    stop_stride,
+    bests,
+    radii,
+    centers,
+    spreads,
+    split_values,
+    split_weights,
+    num_splits,
+    tokens,
+    chances,
+    TYPICAL: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHANCES: tl.constexpr,
+):
+    """The token of a sampled row, and with CHANCES its log-probability; grid [S], SPLITS >= 4.
+
+    Rows without a filter take the weights of their splits from the survey. For the others the splits that hold kept
+    tokens are weighed anew.
+    """
+    position = tl.program_id(0)
+    radius = tl.load(radii + position)
+    if radius >= 0.0:
+        row = tl.load(rows + position)
+        best = tl.load(bests + position)
+        temperature = tl.load(temperatures + row)
+        row_logits = logits + position.to(tl.int64) * logits_stride
+        row_stops = stop_ids + row
+        barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
+        center = tl.load(centers + position)
+        spread = tl.load(spreads + position)
+        filtered = radius < _INFINITY
+        if TYPICAL:
+            filtered = filtered | (spread < _INFINITY)
+        lanes = tl.arange(0, SPLITS)
+        weights = load_weights(
+            split_values, split_weights, position, num_splits, best, tl.div_rn(-_LOG2_E, temperature), SPLITS
+        )
+        if filtered:
+            weights = tl.zeros((SPLITS,), tl.float32)
+            for split in range(0, num_splits):
+                nearest = tl.div_rn(best - tl.load(split_values + position * num_splits + split), temperature)
+                if nearest <= radius:
+                    distance = _kept_distances(
+                        row_logits,
+                        split * SPLIT + tl.arange(0, SPLIT),
+                        vocab,
+                        row_stops,
+                        stop_stride,
+                        barred,
+                        best,
+                        temperature,
+                        radius,
+                        center,
+                        spread,
+                        TYPICAL,
+                    )
+                    weights = tl.where(lanes == split, tl.sum(tl.exp(-distance), 0), weights)
+        seed_low = tl.load(seeds_low + row)
+        seed_high = tl.load(seeds_high + row)
+        output = tl.load(outputs + row)
+        words = numbered_words(seed_low, seed_high, output, tl.arange(0, SPLITS // 4), _PURPOSE_SPLIT)
+        _, split = first_largest(gumbel(words) + tl.log(weights), lanes)
+        ids = split * SPLIT + tl.arange(0, SPLIT)
+        distance = _kept_distances(
+            row_logits,
+            ids,
+            vocab,
+            row_stops,
+            stop_stride,
+            barred,
+            best,
+            temperature,
+            radius,
+            center,
+            spread,
+            TYPICAL,
+        )
+        quads = split * (SPLIT // 4) + tl.arange(0, SPLIT // 4)
+        words = numbered_words(seed_low, seed_high, output, quads, _PURPOSE_TOKEN)
+        _, token = first_largest(gumbel(words) - distance, ids)
+        tl.store(tokens + position, token)
+        if CHANCES:
+            drawn = tl.min(tl.where(ids == token, distance, _INFINITY), 0)
+            tl.store(chances + position, -drawn - tl.log(tl.sum(weights, 0)))
+    elif CHANCES:
+        tl.store(chances + position, 0.0)
