@@ -50,8 +50,8 @@ MIN_REPETITION, MAX_REPETITION = 1e-3, 1e3
 class SamplingParams:
     """How the tokens of a request are chosen. Checked at submit, never silently changed.
 
-    The parameters are applied in the order of `docs/sampling.md`; the token is then drawn from the kept ones by
-    argmax(logit / temperature + Gumbel noise).
+    The parameters are applied in the order of `docs/sampling.md`; the token is then drawn from the kept ones with
+    noise that is a function of the seed and the output index.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it. Finite and >= 0.

@@ -1,7 +1,8 @@
 """Radii in Triton: how far from the largest logit the kept tokens of a row lie.
 
 `sample.py` explains gaps. The bits of a float >= 0 are ordered like the float, so a radius is found by bisection on
-them; each pass snaps both ends to gaps that occur, which ends it early.
+them; each pass snaps both ends to gaps that occur, which ends it early. A pass does not read the splits that lie beyond
+the radius that it tries: their largest logits, `values`, are known.
 """
 
 # mypy: allow-untyped-defs
@@ -23,25 +24,31 @@ def weigh(
     num_barred,
     best,
     decay,
+    values,
+    num_splits,
     radius,
     BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """Weight of the tokens within the gap `radius`, the largest gap within it, the smallest beyond it (bits)."""
-    weights = tl.zeros((TILE,), tl.float32)
-    within = tl.zeros((TILE,), tl.int32)
-    beyond = tl.full((TILE,), _INFINITY_BITS, tl.int32)
-    for start in range(0, vocab, TILE):
-        ids = start + tl.arange(0, TILE)
-        gap = gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
-        bits = gap.to(tl.int32, bitcast=True)
-        inside = bits <= radius
-        if BY_MASS:
-            weights += tl.where(inside, tl.exp2(gap * decay), 0.0)
+    weights = tl.zeros((SPLIT,), tl.float32)
+    within = tl.zeros((SPLIT,), tl.int32)
+    beyond = tl.full((SPLIT,), _INFINITY_BITS, tl.int32)
+    for split in range(0, num_splits):
+        nearest = (best - tl.load(values + split)).to(tl.int32, bitcast=True)
+        if nearest <= radius:
+            ids = split * SPLIT + tl.arange(0, SPLIT)
+            gap = gaps(row_logits, ids, vocab, stop_ids, stop_stride, num_barred, best)
+            bits = gap.to(tl.int32, bitcast=True)
+            inside = bits <= radius
+            if BY_MASS:
+                weights += tl.where(inside, tl.exp2(gap * decay), 0.0)
+            else:
+                weights += tl.where(inside, 1.0, 0.0)
+            within = tl.maximum(within, tl.where(inside, bits, 0))
+            beyond = tl.minimum(beyond, tl.where(inside, _INFINITY_BITS, bits))
         else:
-            weights += tl.where(inside, 1.0, 0.0)
-        within = tl.maximum(within, tl.where(inside, bits, 0))
-        beyond = tl.minimum(beyond, tl.where(inside, _INFINITY_BITS, bits))
+            beyond = tl.minimum(beyond, nearest)
     return tl.sum(weights, 0), tl.max(within, 0), tl.min(beyond, 0)
 
 
@@ -54,10 +61,12 @@ def smallest_radius(
     num_barred,
     best,
     decay,
+    values,
+    num_splits,
     target,
     far,
     BY_MASS: tl.constexpr,
-    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """The smallest gap (bits) that occurs and within which the weight is at least `target`, or `far`.
 
@@ -68,7 +77,18 @@ def smallest_radius(
     while near < far:
         middle = near + (far - near) // 2
         weight, within, beyond = weigh(
-            row_logits, vocab, stop_ids, stop_stride, num_barred, best, decay, middle, BY_MASS, TILE
+            row_logits,
+            vocab,
+            stop_ids,
+            stop_stride,
+            num_barred,
+            best,
+            decay,
+            values,
+            num_splits,
+            middle,
+            BY_MASS,
+            SPLIT,
         )
         enough = weight >= target
         far = tl.where(enough, within, far)

@@ -25,8 +25,7 @@ from .sizes import cdiv, next_power_of_2
 from .splits import first_id, load_splits, load_weights
 from .typical import find_typical
 
-_SPLIT_WARPS = 8
-_TILE = 8192
+_SPLIT_WARPS = 4
 _ROW_WARPS = 16
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -97,8 +96,8 @@ def _settle(
     tokens,
     errors,
     NUM_STOPS: tl.constexpr,
+    SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Ends greedy rows and errors; for the others, the radius of the kept tokens: top_k, top_p within it, min_p."""
     position = tl.program_id(0)
@@ -112,6 +111,7 @@ def _settle(
     if (temperature > 0.0) & (failed == 0):
         row_logits = logits + position.to(tl.int64) * logits_stride
         row_stops = stop_ids + row
+        row_values = split_values + position * num_splits
         barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
         decay = tl.div_rn(-_LOG2_E, temperature)
         radius = row * 0 + _INFINITY_BITS
@@ -125,19 +125,46 @@ def _settle(
                 barred,
                 best,
                 decay,
+                row_values,
+                num_splits,
                 top_k.to(tl.float32),
                 radius,
                 False,
-                TILE,
+                SPLIT,
             )
         top_p = tl.load(top_ps + row)
         if top_p < 1.0:
             if radius < _INFINITY_BITS:
-                mass, _, _ = weigh(row_logits, vocab, row_stops, stop_stride, barred, best, decay, radius, True, TILE)
+                mass, _, _ = weigh(
+                    row_logits,
+                    vocab,
+                    row_stops,
+                    stop_stride,
+                    barred,
+                    best,
+                    decay,
+                    row_values,
+                    num_splits,
+                    radius,
+                    True,
+                    SPLIT,
+                )
             else:
                 mass = tl.sum(load_weights(split_values, split_weights, position, num_splits, best, decay, SPLITS), 0)
             radius = smallest_radius(
-                row_logits, vocab, row_stops, stop_stride, barred, best, decay, top_p * mass, radius, True, TILE
+                row_logits,
+                vocab,
+                row_stops,
+                stop_stride,
+                barred,
+                best,
+                decay,
+                row_values,
+                num_splits,
+                top_p * mass,
+                radius,
+                True,
+                SPLIT,
             )
         farthest = -tl.log(tl.load(min_ps + row))
         tl.store(radii + position, tl.minimum(tl.div_rn(radius.to(tl.float32, bitcast=True), temperature), farthest))
@@ -218,8 +245,8 @@ def sample_rows(
         tokens,
         errors,
         NUM_STOPS=num_stops,
+        SPLIT=SPLIT,
         SPLITS=splits,
-        TILE=_TILE,
         num_warps=_ROW_WARPS,
     )
     if typical:
@@ -235,7 +262,7 @@ def sample_rows(
             centers,
             spreads,
             NUM_STOPS=num_stops,
-            TILE=_TILE,
+            TILE=SPLIT,
             num_warps=_ROW_WARPS,
         )
     draw[per_row](
