@@ -285,6 +285,7 @@ def test_who_asks_before_sending_a_body_is_told_at_once(server):
         answer = http.client.HTTPResponse(connection)
         answer.begin()
         assert (answer.status, answer.headers["Connection"]) == (415, "close")
+        assert answer.read()
         assert connection.recv(1) == b""
 
 
