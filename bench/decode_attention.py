@@ -28,6 +28,7 @@ from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.ops import Rotary
 from twostroke.kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs, is_crowded
 from twostroke.kernels.rotary_write import rotate_and_write
+from twostroke.kernels.streamed_decode import StreamedDecode, streamed_tiles
 
 BLOCK, LAYERS = 16, 6
 
@@ -48,6 +49,7 @@ CASES = {
     "32 x 8192": [8192] * 32,
     "256 x 100..2000": torch.randint(100, 2001, (256,), generator=torch.Generator().manual_seed(0)).tolist(),
     "1024 x 222": [222] * 1024,
+    "1024 x 100..350": torch.randint(100, 351, (1024,), generator=torch.Generator().manual_seed(1)).tolist(),
     "8 x 16384": [16_384] * 8,
     "31 x 200, 1 x 32768": [200] * 31 + [32_768],
 }
@@ -125,8 +127,16 @@ class Problem:
 
         return work
 
-    def new(self, tiles, early):
-        """Return the same by the one kernel, its schedule made."""
+    def streamed(self, early, **changes):
+        """Return the same by the kernel in CUDA C++."""
+        crowded = is_crowded(
+            len(self.rows), self.shape.kv_heads, torch.cuda.get_device_properties().multi_processor_count
+        )
+        tiles = streamed_tiles(crowded=crowded)._replace(**changes)
+        return self.new(tiles, early, StreamedDecode(torch.device("cuda")))
+
+    def new(self, tiles, early, attend=decode_attention):
+        """Return the same by one kernel, its schedule made."""
         shape, lanes = self.shape, len(self.rows)
         processors = torch.cuda.get_device_properties().multi_processor_count
         extra = extra_programs(shape.kv_heads, processors, tiles)
@@ -139,7 +149,7 @@ class Problem:
         def work(layer, merged):
             (q, k, v), (keys, values) = self.split(merged), self.caches[layer]
             out = torch.empty(q.shape, device="cuda", dtype=q.dtype)
-            decode_attention(
+            attend(
                 q, k, v, self.rotary, keys, values, self.table, self.slots, schedule, out, workspace,
                 scale=self.scale, tiles=tiles, early=early,
             )  # fmt: skip
@@ -172,10 +182,10 @@ class Problem:
             / len(launches)
         )
 
-    def error(self):
+    def error(self, work):
         """Norm of the difference to the three launches, over the norm."""
         expected = self.old()(0, self.merged.clone()).double()
-        got = self.new(self.tiles, early=False)(0, self.merged.clone()).double()
+        got = work(0, self.merged.clone()).double()
         return float((got - expected).norm() / expected.norm())
 
 
@@ -193,8 +203,16 @@ def measure_case(problem, name, ceiling):
         "old": problem.old(),
         "one": problem.new(problem.tiles, early=False),
         "one early": problem.new(problem.tiles, early=True),
+        "streamed": problem.streamed(early=False),
+        "streamed early": problem.streamed(early=True),
     }
-    entry = {"shape": problem.shape.name, "case": name, "error": attempt(problem.error), "us": {}, "share": {}}
+    entry = {
+        "shape": problem.shape.name,
+        "case": name,
+        "error": {way: attempt(problem.error, ways[way]) for way in ("one", "streamed")},
+        "us": {},
+        "share": {},
+    }
     for way, work in ways.items():
         entry["us"][way] = us = attempt(problem.alone_us, work)
         entry["share"][way] = us if isinstance(us, str) else round(problem.bytes / us * 1e6 / ceiling, 4)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
 
 from ..kernels.cache_write import cache_write
+from ..kernels.compiler import CompilerMissing
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.ops import Rotary
 from ..kernels.paged_decode import (
@@ -20,8 +22,12 @@ from ..kernels.paged_decode import (
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
+from ..kernels.streamed_decode import CAPABILITY as STREAMED_CAPABILITY
+from ..kernels.streamed_decode import StreamedDecode, streamed_tiles
 from .interface import LayerSpec
 from .triton_cache import TritonCache
+
+_log = logging.getLogger(__name__)
 
 
 class _Kind(NamedTuple):
@@ -30,6 +36,7 @@ class _Kind(NamedTuple):
     window: int
     extra: int
     tiles: DecodeTiles
+    streamed: bool
 
 
 class TritonAttention(TritonCache):
@@ -62,9 +69,16 @@ class TritonAttention(TritonCache):
         ]
         self._processors = processors
 
+        self._streamed = _streamed_for(layers, block_size, dtype, device, capability)
+
         def kind_of(spec: LayerSpec, crowded: bool) -> _Kind:
-            tiles = decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
-            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles)
+            streamed = self._streamed is not None and _is_streamed(spec, block_size, dtype)
+            tiles = (
+                streamed_tiles(crowded=crowded)
+                if streamed
+                else decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
+            )
+            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, streamed)
 
         self._kinds = [tuple(kind_of(spec, crowded) for crowded in (False, True)) for spec in layers]
         kinds = {kind for both in self._kinds for kind in both}
@@ -92,7 +106,8 @@ class TritonAttention(TritonCache):
         lanes = step.num_lanes
         if lanes:
             spec, kind = self.layers[layer], self._kind(layer, lanes)
-            decode_attention(
+            attend = self._streamed if kind.streamed and self._streamed is not None else decode_attention
+            attend(
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
                 self._workspace, scale=spec.scale, tiles=kind.tiles, early=self._early and not starts,
@@ -139,6 +154,25 @@ class TritonAttention(TritonCache):
             q, keys, values, step.block_tables[spec.group], step.chunk_rows, step.chunk_starts, offsets, out,
             scale=spec.scale, window=spec.window, tiles=self._prefill[layer],
         )  # fmt: skip
+
+
+def _is_streamed(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> bool:
+    return StreamedDecode.fits(spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype)
+
+
+def _streamed_for(
+    layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]
+) -> StreamedDecode | None:
+    """Return the kernel in CUDA C++ for lanes; None where device, shapes or a missing compiler forbid it."""
+    if device.type != "cuda" or capability != STREAMED_CAPABILITY:
+        return None
+    if not any(_is_streamed(spec, block_size, dtype) for spec in layers):
+        return None
+    try:
+        return StreamedDecode(device)
+    except CompilerMissing as error:
+        _log.warning("attention of decode lanes takes the slower path: %s", error)
+        return None
 
 
 def _device_facts(device: torch.device) -> tuple[tuple[int, int], int]:

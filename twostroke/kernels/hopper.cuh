@@ -52,12 +52,13 @@ __device__ __forceinline__ uint64_t read_once_policy() {
     return policy;
 }
 
-__device__ __forceinline__ void load_weights(void* to, const CUtensorMap* map, int k, int row, uint64_t* barrier,
-                                             uint64_t policy) {
+// A box of a matrix that nobody reads again.
+__device__ __forceinline__ void load_once(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier,
+                                          uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], "
         "[%2], %5;" ::"r"(address(to)),
-        "l"(map), "r"(address(barrier)), "r"(k), "r"(row), "l"(policy) : "memory");
+        "l"(map), "r"(address(barrier)), "r"(column), "r"(row), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int k, uint64_t* barrier) {
@@ -109,6 +110,34 @@ __device__ __forceinline__ void multiply(float (&c)[56], uint64_t x, uint64_t w,
 __device__ __forceinline__ void send(uint32_t to, float first, float second, uint32_t barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
                  "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier) : "memory");
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function that makes a tensor map, or null.
+Encode encoder() {
+    static Encode found = nullptr;
+    if (found == nullptr) {
+        void* symbol = nullptr;
+        cudaDriverEntryPointQueryResult status;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &status) !=
+            cudaSuccess)
+            return nullptr;
+        found = reinterpret_cast<Encode>(symbol);
+    }
+    return found;
+}
+
+// Describe a bf16 matrix [rows, columns], row-major, read in boxes of box_rows x 64, swizzled by 128 bytes. Returns a CUresult.
+int describe_lines(void* map, const void* data, uint64_t rows, uint64_t columns, uint32_t box_rows, CUtensorMapL2promotion promotion) {
+    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
+    cuuint32_t box[2] = {64, box_rows}, steps[2] = {1, 1};
+    Encode encode = encoder();
+    if (encode == nullptr) return -1;
+    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace

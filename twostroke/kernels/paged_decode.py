@@ -92,11 +92,14 @@ class DecodeWorkspace(NamedTuple):
         partial: float32, results of programs.
         log_sum: float32, base-2 logarithms of their softmax sums.
         arrivals: int32, counts the programs of a lane and kv head that are done; zero between launches.
+        tickets: int32 [2], of a kernel whose programs take shares one after the other: shares taken, and programs that
+            are done; zero between launches.
     """
 
     partial: torch.Tensor
     log_sum: torch.Tensor
     arrivals: torch.Tensor
+    tickets: torch.Tensor
 
     @classmethod
     def zeros(cls, results: int, head_dim: int, device: torch.device) -> DecodeWorkspace:
@@ -105,6 +108,7 @@ class DecodeWorkspace(NamedTuple):
             torch.zeros(results * head_dim, dtype=torch.float32, device=device),
             torch.zeros(results, dtype=torch.float32, device=device),
             torch.zeros(results, dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
         )
 
 
@@ -382,7 +386,7 @@ def decode_attention(
     cos, sin, q_weight, k_weight, eps = rotary or (q, q, None, None, 0.0)
     decode_kernel[(kv_heads, lanes + schedule.extra)](
         q, k, v, cos, sin, q if q_weight is None else q_weight, k if k_weight is None else k_weight,
-        keys, values, table, slots, schedule.words, *workspace, out, eps, scale * LOG2_E,
+        keys, values, table, slots, schedule.words, *workspace[:3], out, eps, scale * LOG2_E,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, members), HEAD_DIM=head_dim, DIM_PAD=dim_pad,
         BLOCK_SIZE=keys.shape[2], TILE=tiles.positions,

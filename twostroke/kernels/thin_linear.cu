@@ -96,8 +96,8 @@ __device__ void read(Shared<S>& s, const Product& a, const Work& work) {
         int row = a.epilogue == SILU ? tile * (S::TILE / 2) : tile * S::TILE;
         int second = a.epilogue == SILU ? a.second_half + row : row + S::TILE / 2;
         expect(&s.full[place], S::W_BYTES + S::X_BYTES);
-        load_weights(s.w[place], &a.w, k, row, &s.full[place], policy);
-        load_weights(s.w[place] + S::W_BYTES / 2, &a.w, k, second, &s.full[place], policy);
+        load_once(s.w[place], &a.w, k, row, &s.full[place], policy);
+        load_once(s.w[place] + S::W_BYTES / 2, &a.w, k, second, &s.full[place], policy);
     };
     int early = min(S::STAGES, work.stages);
     for (int stage = 0; stage < early; ++stage) load(stage);
@@ -333,23 +333,6 @@ Choice choose(int tile, int tokens, int kind, int epilogue) {
     return tokens <= 32 ? of_tokens<32>(tile, kind, epilogue) : of_tokens<64>(tile, kind, epilogue);
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-Encode encoder() {
-    static Encode found = nullptr;
-    if (found == nullptr) {
-        void* symbol = nullptr;
-        cudaDriverEntryPointQueryResult status;
-        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol, 12000, cudaEnableDefault, &status) !=
-            cudaSuccess)
-            return nullptr;
-        found = reinterpret_cast<Encode>(symbol);
-    }
-    return found;
-}
-
 cudaLaunchConfig_t launch_config(const Choice& choice, int clusters, cudaStream_t stream, cudaLaunchAttribute (&attributes)[2]) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {CLUSTER, 1, 1};
@@ -368,14 +351,8 @@ extern "C" {
 int product_bytes() { return sizeof(Product); }
 
 // Describe a bf16 matrix [rows, columns], row-major, read in boxes of box_rows x 64. Returns a CUresult.
-int describe_matrix(void* map, const void* data, uint64_t rows, uint64_t columns, uint32_t box_rows) {
-    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
-    cuuint32_t box[2] = {SLICE, box_rows}, steps[2] = {1, 1};
-    Encode encode = encoder();
-    if (encode == nullptr) return -1;
-    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+int describe_matrix(void* map, const void* data, uint64_t rows, uint64_t columns, uint32_t box_rows, int promoted) {
+    return describe_lines(map, data, rows, columns, box_rows, promoted ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 // Clusters of a kernel that run at once, or a negative cudaError_t.

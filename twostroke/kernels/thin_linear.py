@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .compiler import load_library
+from .tensor_map import MAP_BYTES, check, zeroed
 
 MAX_TOKENS = 64
 SLICE = 64
@@ -21,8 +22,6 @@ TILES = (112, 96, 64)
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TARGET = "90a"
-_MAP_BYTES = 128
-_ALIGNMENT = 64
 _TRIGGER = 8
 """Stages before its last one at which a block lets the next product start; measured, see bench/NOTES.md."""
 
@@ -61,8 +60,8 @@ class _Product(ctypes.Structure):
     """`Product` of the source."""
 
     _fields_ = [
-        ("w", ctypes.c_char * _MAP_BYTES),
-        ("x", ctypes.c_char * _MAP_BYTES),
+        ("w", ctypes.c_char * MAP_BYTES),
+        ("x", ctypes.c_char * MAP_BYTES),
         *((name, ctypes.c_int) for name in ("epilogue", "tiles", "slices", "tokens", "rows", "out_stride")),
         *((name, ctypes.c_int) for name in ("second_half", "in_parts")),
         ("in_mean_factor", ctypes.c_float),
@@ -193,7 +192,7 @@ class ThinLinears:
 
     def _product(self, x: torch.Tensor, weight: ThinWeight, out: torch.Tensor) -> _Product:
         rows, columns = weight.weight.shape
-        product = _new_product()
+        product = zeroed(_Product)
         product.epilogue = weight.epilogue
         product.tiles, product.slices = weight.tiles, math.ceil(columns / SLICE)
         product.tokens, product.rows, product.out_stride = x.shape[0], out.shape[1], out.shape[1]
@@ -202,34 +201,29 @@ class ThinLinears:
         product.trigger = _TRIGGER
         product.out = out.data_ptr()
         # NOTE: the weight too at each launch: an engine that slept has its weights at other addresses.
-        self._describe(product, _Product.w.offset, weight.weight, weight.tile // 2)
-        self._describe(product, _Product.x.offset, x, 32 if x.shape[0] <= 32 else 64)
+        few = x.shape[0] <= 32
+        self._describe(product, _Product.w.offset, weight.weight, weight.tile // 2, promoted=not few)
+        self._describe(product, _Product.x.offset, x, 32 if few else 64, promoted=True)
         return product
 
-    def _describe(self, product: _Product, offset: int, matrix: torch.Tensor, box_rows: int) -> None:
-        """Write the map by which the tensor memory accelerator reads a bf16 matrix into a product."""
+    def _describe(self, product: _Product, offset: int, matrix: torch.Tensor, box_rows: int, *, promoted: bool) -> None:
+        """Write the map by which the tensor memory accelerator reads a bf16 matrix into a product.
+
+        Args:
+            promoted: reads of 128 bytes bring 256 into the L2 cache. It costs products of few tokens 2%, and saves
+                those of more tokens as much; measured, see bench/NOTES.md.
+        """
         rows, columns = matrix.shape
         places = (ctypes.c_void_p(ctypes.addressof(product) + offset), ctypes.c_void_p(matrix.data_ptr()))
-        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows))
-        _check(self._library.describe_matrix(*places, *sizes), "describe")
+        sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows), int(promoted))
+        check(self._library.describe_matrix(*places, *sizes), "thin_linear: describe")
 
     def _launch(self, product: _Product, weight: ThinWeight) -> None:
         """Queue a product on the current stream."""
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         shape = (weight.tile, int(weight.kind), weight.clusters)
-        _check(self._library.launch_product(ctypes.byref(product), *shape, stream), "launch")
+        check(self._library.launch_product(ctypes.byref(product), *shape, stream), "thin_linear: launch")
 
 
 def _output(x: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.empty(x.shape[0], columns, dtype=torch.bfloat16, device=x.device)
-
-
-def _new_product() -> _Product:
-    """Return a zeroed product at an address that the tensor maps in it may have."""
-    raw = ctypes.create_string_buffer(ctypes.sizeof(_Product) + _ALIGNMENT)
-    return _Product.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
-
-
-def _check(code: int, what: str) -> None:
-    if code != 0:
-        raise RuntimeError(f"thin_linear: {what} failed with CUDA error {code}")

@@ -1,0 +1,132 @@
+"""Attention of decode lanes in CUDA C++ for compute capability 9.0, see `streamed_decode.cu`."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+from .compiler import load_library
+from .decode_schedule import DecodeSchedule
+from .ops import Rotary
+from .paged_decode import DecodeTiles, DecodeWorkspace
+from .softmax_tile import LOG2_E
+from .tensor_map import MAP_BYTES, check, zeroed
+
+UNIT = 16
+MAX_GROUP = 8
+HEAD_DIMS = (64, 128)
+CAPABILITY = (9, 0)
+WARPS = 4
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_TARGET = "90a"
+_LINE = 64
+"""Numbers of a line in shared memory."""
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of the source."""
+
+    _fields_ = [
+        ("keys", ctypes.c_char * MAP_BYTES),
+        ("values", ctypes.c_char * MAP_BYTES),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "most_records")),
+        *((name, ctypes.c_int) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "zero")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cosines", "sines", "q_weight", "k_weight")),
+        *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache", "table", "slots", "schedule")),
+        *((name, ctypes.c_void_p) for name in ("partial", "log_sum", "arrivals", "tickets", "out")),
+        ("_padding", ctypes.c_char * 64),
+    ]
+
+
+def streamed_tiles(*, crowded: bool) -> DecodeTiles:
+    """Return how work is cut: shares of units, one per warp; measured, see bench/NOTES.md.
+
+    Args:
+        crowded: see `is_crowded`. Where few lanes run, products of few tokens have their blocks beside this kernel's,
+            so it takes less of the shared memory.
+    """
+    return DecodeTiles(UNIT, warps=WARPS, stages=6 if crowded else 3, programs=WARPS, min_share=4, ahead=0)
+
+
+class StreamedDecode:
+    """Launches the attention of decode lanes, bf16.
+
+    Args:
+        device: a GPU of compute capability 9.0.
+
+    Raises:
+        CompilerMissing: the kernel cannot be compiled here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._library = load_library(_SOURCE, _TARGET)
+        if self._library.attention_bytes() != ctypes.sizeof(_Attention):
+            raise RuntimeError(
+                f"the source expects {self._library.attention_bytes()} bytes, not {ctypes.sizeof(_Attention)}"
+            )
+        self._device = device
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    @staticmethod
+    def fits(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> bool:
+        """Whether a layer of that shape has such a kernel."""
+        small = heads <= MAX_GROUP * kv_heads and head_dim in HEAD_DIMS
+        return dtype == torch.bfloat16 and small and block_size % UNIT == 0
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: Rotary | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        schedule: DecodeSchedule,
+        out: torch.Tensor,
+        workspace: DecodeWorkspace,
+        *,
+        scale: float,
+        tiles: DecodeTiles,
+        early: bool = False,
+    ) -> None:
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`."""
+        kv_heads, block_size, head_dim = keys.shape[1:]
+        given = zeroed(_Attention)
+        given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
+        given.table_stride, given.most_records = table.stride(0), len(schedule.words) - 1
+        (given.q_token, given.q_head, _), (given.k_token, given.k_head, _) = q.stride(), k.stride()
+        given.v_token, given.v_head, _ = v.stride()
+        given.scale = scale * LOG2_E
+        given.q, given.k, given.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if rotary is not None:
+            given.cosines, given.sines, given.eps = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.eps
+            given.q_weight, given.k_weight = _address(rotary.q_norm), _address(rotary.k_norm)
+        given.key_cache, given.value_cache = keys.data_ptr(), values.data_ptr()
+        given.table, given.slots, given.schedule = table.data_ptr(), slots.data_ptr(), schedule.words.data_ptr()
+        given.partial, given.log_sum = workspace.partial.data_ptr(), workspace.log_sum.data_ptr()
+        given.arrivals, given.tickets = workspace.arrivals.data_ptr(), workspace.tickets.data_ptr()
+        given.out = out.data_ptr()
+        for field, cache in ((_Attention.keys, keys), (_Attention.values, values)):
+            self._describe(given, field.offset, cache)
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        shape = (head_dim, tiles.stages, self._processors, int(early))
+        check(self._library.launch_attention(ctypes.byref(given), *shape, stream), "streamed_decode: launch")
+
+    def _describe(self, given: _Attention, offset: int, cache: torch.Tensor) -> None:
+        """Write the map by which the tensor memory accelerator reads a cache."""
+        blocks, kv_heads, block_size, head_dim = cache.shape
+        places = (ctypes.c_void_p(ctypes.addressof(given) + offset), ctypes.c_void_p(cache.data_ptr()))
+        lines = head_dim // _LINE
+        sizes = (ctypes.c_uint64(blocks * kv_heads * block_size * lines), ctypes.c_uint32(UNIT * lines))
+        check(self._library.describe_cache(*places, *sizes), "streamed_decode: describe")
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,28 @@
+"""Arguments of kernels with tensor maps, by which the tensor memory accelerator finds a matrix."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeVar
+
+MAP_BYTES = 128
+
+_ALIGNMENT = 64
+
+AnyArguments = TypeVar("AnyArguments", bound=ctypes.Structure)
+
+
+def zeroed(kind: type[AnyArguments]) -> AnyArguments:
+    """Return zeroed arguments at an address that the tensor maps in them may have."""
+    raw = ctypes.create_string_buffer(ctypes.sizeof(kind) + _ALIGNMENT)
+    return kind.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
+
+
+def check(code: int, what: str) -> None:
+    """Raise for a code that a function of a compiled source returned.
+
+    Raises:
+        RuntimeError: it is an error of CUDA.
+    """
+    if code != 0:
+        raise RuntimeError(f"{what} failed with CUDA error {code}")
