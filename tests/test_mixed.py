@@ -8,7 +8,7 @@ import pytest
 
 from twostroke import Engine, SamplingParams, TwostrokeError
 from twostroke.bench.ceilings import Ceilings
-from twostroke.bench.floor import Cost, floor_of, mixed_floor
+from twostroke.bench.floor import Cost, floor_of, mixed_floor, mixed_floor_steps
 from twostroke.bench.mixed import Mix, Watcher, run_mix
 
 CEILINGS = Ceilings(read_bytes_per_s=1e12, flop_per_s=1e15)
@@ -88,3 +88,14 @@ def test_prompts_fill_the_time_that_reading_leaves_first() -> None:
     assert seconds[:2] == [100.0, 100.0]
     assert math.isclose(seconds[2], 102.0)
     assert math.isclose(seconds[3], 120.0)
+
+
+@pytest.mark.parametrize("prompt", [0, 4_000])
+def test_the_floor_of_a_time_is_the_most_steps_that_fit(prompt: int) -> None:
+    cost = Cost(weight_bytes=1000, kv_bytes=10, token_flop=50.0, attention_flop=3.0)
+    mixed = dict(rows=4, length=8, prompts=np.array([prompt]), read_bytes_per_s=100.0, flop_per_s=70.0)
+    seconds = mixed_floor(cost, steps=37, **mixed).seconds
+    most = mixed_floor_steps(seconds, cost, **mixed)
+    assert mixed_floor(cost, steps=most, **mixed).seconds <= seconds
+    assert mixed_floor(cost, steps=most + 1, **mixed).seconds > seconds
+    assert most == 37 or prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -83,3 +84,15 @@ def mixed_floor(
     flop = cost.token_flop * rows + cost.attention_flop * positions + prompt_flop / steps
     seconds = np.maximum(read / read_bytes_per_s, flop / flop_per_s)
     return Floor(float(seconds.sum()), float(read.sum()))
+
+
+def mixed_floor_steps(seconds: float, cost: Cost, **mixed: Any) -> int:
+    """The most steps whose `mixed_floor` fits into `seconds`; `mixed` are its arguments, but for their number."""
+    low, high = 1, 2
+    while mixed_floor(cost, steps=high, **mixed).seconds <= seconds:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = mixed_floor(cost, steps=middle, **mixed).seconds <= seconds
+        low, high = (middle, high) if fits else (low, middle)
+    return low

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from ..errors import TwostrokeError
 from ..sampling_params import SamplingParams
 from ..text.handle import Handle
 from .ceilings import Ceilings, measure_ceilings
-from .floor import mixed_floor
+from .floor import mixed_floor, mixed_floor_steps
 from .load import ONE_TOKEN, need_cuda, random_prompt
 from .measure import measured_between
 from .mix import WARM_UP_TOKENS, Mix
@@ -94,15 +95,11 @@ def run_mix(engine: Engine, mix: Mix, loop: str, ceilings: Ceilings) -> Run:
     times = [watcher.between(start, start + seconds) for watcher in watchers]
     gaps = np.concatenate([np.diff(own) for own in times])
     decoded = mix.rows * round(float(np.mean([len(own) for own in times])))
-    floor = mixed_floor(
-        cost_of(engine.model),
-        rows=mix.rows,
-        length=length,
-        steps=measured.steps,
-        prompts=np.full(mix.arrivals, mix.prompt),
-        read_bytes_per_s=ceilings.read_bytes_per_s,
-        flop_per_s=ceilings.flop_per_s,
-    )
+    cost, lengths = cost_of(engine.model), np.full(mix.arrivals, mix.prompt)
+    asked: dict[str, Any] = {"rows": mix.rows, "length": length, "prompts": lengths} | asdict(ceilings)
+    floor = mixed_floor(cost, steps=measured.steps, **asked)
+    prompt_tokens = mix.arrivals * (mix.prompt + 1)
+    most = mix.rows * mixed_floor_steps(seconds, cost, **asked) + prompt_tokens
     return Run(
         engine="twostroke",
         loop=loop,
@@ -118,7 +115,8 @@ def run_mix(engine: Engine, mix: Mix, loop: str, ceilings: Ceilings) -> Run:
             "inter_token_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
             "first_token_p50_ms": 1e3 * float(np.percentile(waits, 50)),
             "first_token_p99_ms": 1e3 * float(np.percentile(waits, 99)),
-            "total_tokens_per_s": (decoded + mix.arrivals * (mix.prompt + 1)) / seconds,
+            "total_tokens_per_s": (decoded + prompt_tokens) / seconds,
+            "percent_of_floor": 100 * (decoded + prompt_tokens) / most,
         },
     )
 

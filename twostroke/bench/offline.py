@@ -18,7 +18,7 @@ from .floor import Cost, floor_of
 from .kernels import watch_kernels
 from .load import need_cuda
 from .measure import Measured, measure
-from .offline_workloads import MAX_STEP_TOKENS, WORKLOADS, Workload
+from .offline_workloads import WORKLOADS, Workload
 from .options import BenchOptions
 from .peers import measure_peers
 from .result import Result, Run, compared
@@ -61,7 +61,7 @@ def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
         "new_tokens": sum(workload.outputs),
         "temperature": workload.temperature,
         "max_rows": workload.max_rows,
-        "max_step_tokens": options.step_tokens(MAX_STEP_TOKENS),
+        "max_step_tokens": options.step_tokens(workload.max_step_tokens),
         "prefix_cache": False,
         "read_bytes_per_s": ceilings.read_bytes_per_s,
         "flop_per_s": ceilings.flop_per_s,
@@ -90,7 +90,7 @@ def _twostroke(
         loop=loop,
         slots=options.slots,
         max_rows=workload.max_rows,
-        max_step_tokens=options.step_tokens(MAX_STEP_TOKENS),
+        max_step_tokens=options.step_tokens(workload.max_step_tokens),
         max_model_len=workload.max_model_len,
         prefix_cache=False,  # the same prompts come in the warm-up and in every repetition
         seed=0,

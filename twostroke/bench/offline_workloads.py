@@ -19,7 +19,7 @@ class Workload:
         prompts: token ids of each prompt.
         outputs: tokens to generate for each.
         temperature: of all.
-        max_rows, max_model_len: of the engine.
+        max_rows, max_model_len, max_step_tokens: of the engine.
     """
 
     model: str
@@ -28,6 +28,7 @@ class Workload:
     temperature: float
     max_rows: int
     max_model_len: int
+    max_step_tokens: int = MAX_STEP_TOKENS
 
     def blocks(self, block_size: int) -> int:
         """The blocks of a cache in which the longest `max_rows` requests run at once, the dummy block among them."""
@@ -58,10 +59,11 @@ def small() -> Workload:
 
 
 def gsm8k() -> Workload:
-    """Many short prompts, 256 new tokens each."""
+    """Many short prompts, 256 new tokens each; there are rows for all."""
     rng = random.Random(0)
     prompts = [[rng.randint(10, 9999) for _ in range(rng.randint(40, 148))] for _ in range(1319)]
-    return Workload("llama-3.1-8b", prompts, [256] * 1319, 0.0, max_rows=1024, max_model_len=1024)
+    outputs = [256] * 1319
+    return Workload("llama-3.1-8b", prompts, outputs, 0.0, max_rows=1319, max_model_len=1024, max_step_tokens=4096)
 
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..bench.mix import WARM_UP_TOKENS, Mix
-from ..bench.offline_workloads import MAX_STEP_TOKENS, WORKLOADS
+from ..bench.offline_workloads import WORKLOADS, Workload
 from ..errors import InvalidConfig
 from .arrivals import Arrival, own_tokens
 from .measures import Measures
@@ -60,7 +60,11 @@ def model_of(name: str) -> str:
     """
     if name not in KNOWN:
         raise InvalidConfig(f"benchmark {name!r} cannot be simulated; those that can are {', '.join(KNOWN)}")
-    return Mix().model if name == "mixed" else WORKLOADS[name]().model
+    return _own(name).model
+
+
+def _own(name: str) -> Mix | Workload:
+    return Mix() if name == "mixed" else WORKLOADS[name]()
 
 
 def simulate_benchmark(
@@ -76,13 +80,13 @@ def simulate_benchmark(
     settings = Settings(
         loop=loop,
         slots=facts.get("slots", 2),
-        max_step_tokens=facts.get("max_step_tokens", Mix().max_step_tokens if name == "mixed" else MAX_STEP_TOKENS),
+        max_step_tokens=facts.get("max_step_tokens", _own(name).max_step_tokens),
         num_blocks=facts.get("num_blocks"),
         prefix_cache=False,
     )
     if name == "mixed":
         return _mixed(settings, tally, memory_bytes)
-    return _offline(name, settings, tally, memory_bytes)
+    return _offline(name, settings, facts, tally, memory_bytes)
 
 
 def _replica(settings: Settings, tally: Tally, memory_bytes: float) -> tuple[Replica, Measures]:
@@ -90,9 +94,10 @@ def _replica(settings: Settings, tally: Tally, memory_bytes: float) -> tuple[Rep
     return Replica(settings, settings.blocks(tally.cost, memory_bytes), tally, measures), measures
 
 
-def _offline(name: str, settings: Settings, tally: Tally, memory_bytes: float) -> Simulated:
+def _offline(name: str, settings: Settings, facts: Mapping[str, Any], tally: Tally, memory_bytes: float) -> Simulated:
     workload = WORKLOADS[name]()
-    settings = replace(settings, max_rows=workload.max_rows, max_model_len=workload.max_model_len)
+    max_rows = facts.get("max_rows", workload.max_rows)
+    settings = replace(settings, max_rows=max_rows, max_model_len=workload.max_model_len)
     replica, measures = _replica(settings, tally, memory_bytes)
     for prompt, outputs in zip(workload.prompts, workload.outputs, strict=True):
         replica.submit(Arrival(0.0, np.array(prompt, np.int32), outputs, outputs))
