@@ -13,6 +13,7 @@ import torch
 from engines import MODES, running
 from scripted import save_small
 from test_failures import spoil_logits
+from watching import PATIENCE
 
 from twostroke import InvalidRequest, SamplingParams, StructuredOutput
 from twostroke.bench.made_up_tokenizer import made_up_tokenizer
@@ -52,6 +53,13 @@ def everything():
     return [*params, SamplingParams(temperature=1.0, seed=9, max_tokens=24, ignore_eos=True), jumping(seed=8, n=2)]
 
 
+@pytest.fixture
+def patient():
+    """Every mask is waited for: on a busy machine some would come late, and their steps would be done again."""
+    with mock.patch("twostroke.runner.Runner._patience", return_value=PATIENCE):
+        yield
+
+
 def outputs_of(engine, params):
     outputs = engine.generate(PROMPTS[: len(params)], params)
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
@@ -85,7 +93,7 @@ def test_no_loop_changes_a_token(small, reference, mode, blocks, chunk):
     ("text", "saving"), [(REGEX, 2), (CHOICE, 2), (SCHEMA, 1.1)], ids=["regex", "choice", "schema"]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_are_saved(small, mode, text, saving):
+def test_steps_are_saved(small, patient, mode, text, saving):
     """However the text is described; in JSON every line break is a choice."""
     params = jumping(0.0, text=text)
     with running(mode, small, prefix_cache=False) as engine:
@@ -102,7 +110,7 @@ def test_steps_are_saved(small, mode, text, saving):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_where_one_token_is_allowed_at_each_place_the_tokens_are_those_of_sampling(mode):
+def test_where_one_token_is_allowed_at_each_place_the_tokens_are_those_of_sampling(patient, mode):
     """With a tokenizer of single bytes a text has one tokenization."""
     params = [replace(jumping(1.0, seed), stop_token_ids=[300]) for seed in range(4)]
     tokenizer = mock.patch("twostroke.build.find_tokenizer", return_value=made_up_tokenizer(256))
@@ -205,7 +213,7 @@ def test_c04_bad_logits_before_and_behind_a_jump(small, mode):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async3"])
-def test_jumps_begin_behind_the_thinking(small, mode):
+def test_jumps_begin_behind_the_thinking(small, patient, mode):
     params = jumping(max_thinking_tokens=5, thinking_start=[3], thinking_end=[4, 8])
     with running(mode, small) as engine:
         output = engine.generate([[20, 30, 3]], params)[0]
