@@ -166,7 +166,8 @@ def test_g11_an_engine_that_slept_gives_the_same_tokens(variant):
 def test_g11_weights_written_amid_requests_are_metered_and_keep_every_token(variant):
     """The same values, so thin products and graphs must read where they did; each write lies in a gap of its own."""
     prompts, params = make_prompts([64] * 5), [GREEDY] * 5
-    with running("qwen3-0.6b", dtype="bfloat16", **VARIANTS[variant]) as engine:
+    # NOTE: without the prefix cache, since a prompt that is found in it takes a step of another composition.
+    with running("qwen3-0.6b", dtype="bfloat16", prefix_cache=False, **VARIANTS[variant]) as engine:
         expected = [output.token_ids for output in engine.generate(prompts, GREEDY)]
         measured, figures = measure_updates(engine, prompts, params, engine.model.copy_weights(), every=10)
     assert [output.token_ids for output in measured.outputs] == expected
