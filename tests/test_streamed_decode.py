@@ -1,13 +1,15 @@
-"""The attention of decode lanes in CUDA C++, against the plain backend in float32.
+"""The attention of decode lanes in CUDA C++, against the plain backend in float32: on a GPU, and by emulated warps.
 
 The cache is full of NaN wherever a sequence has nothing of its own, so a read too far shows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,11 +26,58 @@ pytest.importorskip("triton")
 from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.paged_decode import DecodeWorkspace
 
+# The interpreter of triton 3.6 relies on what numpy 2.3 announces to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+
 NAN = float("nan")
-CUDA = torch.device("cuda")
+KERNELS = Path(streamed_decode.__file__).parent
+EMULATED = Path(__file__).parent / "emulated"
+EMULATED_BLOCKS = 2
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
+emulated = pytest.mark.skipif(
+    not shutil.which("g++") or torch.cuda.is_available(), reason="needs a C++ compiler, and Triton's interpreter"
+)
+WHERE = [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=[pytest.mark.gpu, hopper])]
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory):
+    """The library of the kernel for the CPU."""
+    folder = tmp_path_factory.mktemp("emulated")
+    for source in [*EMULATED.iterdir(), KERNELS / "streamed_decode.cuh", KERNELS / "head_softmax.cuh"]:
+        shutil.copy(source, folder)
+    command = [
+        "g++",
+        "-O1",
+        "-std=c++17",
+        "-Wno-unknown-pragmas",
+        "-Wno-psabi",
+        "-shared",
+        "-fPIC",
+        "-I.",
+        "-o",
+        "made.so",
+    ]
+    subprocess.run([*command, "streamed_decode.cpp"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "made.so"))
+
+
+@pytest.fixture
+def launcher(request, monkeypatch):
+    """Makes a `StreamedDecode` for a device; on the CPU its warps are emulated."""
+
+    def make(where):
+        if where == "cpu":
+            library = request.getfixturevalue("emulation")
+            monkeypatch.setattr(streamed_decode, "load_library", lambda *_: library)
+            processors = SimpleNamespace(multi_processor_count=EMULATED_BLOCKS)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+        return StreamedDecode(torch.device(where))
+
+    return make
 
 
 def test_shapes_that_fit():
@@ -54,10 +103,10 @@ def test_the_source_compiles(tmp_path):
     assert "warning" not in done.stderr
 
 
-def random_rotary(tokens, head_dim, norms):
-    inv_freq = 10_000.0 ** (-torch.arange(head_dim // 2, device=CUDA) / (head_dim // 2))
-    tables = ops.rotary_tables(torch.randint(0, 4_000, (tokens,), device=CUDA), inv_freq, 1.0)
-    weights = [1 + torch.randn(head_dim, device=CUDA).bfloat16() / 8 if norm else None for norm in norms]
+def random_rotary(tokens, head_dim, norms, where):
+    inv_freq = 10_000.0 ** (-torch.arange(head_dim // 2, device=where) / (head_dim // 2))
+    tables = ops.rotary_tables(torch.randint(0, 4_000, (tokens,), device=where), inv_freq, 1.0)
+    weights = [1 + torch.randn(head_dim, device=where).bfloat16() / 8 if norm else None for norm in norms]
     return Rotary(*tables, *weights, 1e-5)
 
 
@@ -68,7 +117,7 @@ def in_float32(rotary):
 
 def plain(case, spec, num_blocks, block_size, rotary):
     """Return (keys, values, output) of the plain backend, in float32."""
-    attention = TorchAttention([spec], num_blocks, block_size, torch.float32, CUDA)
+    attention = TorchAttention([spec], num_blocks, block_size, torch.float32, case.q.device)
     case.fill(attention)
     q, k, v = (x.float() for x in (case.q, case.k, case.v))
     if rotary is None:
@@ -81,22 +130,22 @@ def plain(case, spec, num_blocks, block_size, rotary):
 class Streamed:
     """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
-    def __init__(self, case, spec, num_blocks, block_size, *, stages, extra, min_share=1):
-        self.case, self.spec = case, spec
-        self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, CUDA)
+    def __init__(self, attend, case, spec, num_blocks, block_size, *, stages, extra, min_share=1):
+        device = case.q.device
+        self.attend, self.case, self.spec = attend, case, spec
+        self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, device)
         self.tiles = streamed_tiles(crowded=False)._replace(stages=stages, min_share=min_share)
-        self.workspace = DecodeWorkspace.zeros(2 * extra * spec.heads, spec.head_dim, CUDA)
+        self.workspace = DecodeWorkspace.zeros(2 * extra * spec.heads, spec.head_dim, device)
         self.workspace.partial.fill_(NAN)
         self.workspace.log_sum.fill_(NAN)
-        self.schedule = DecodeSchedule.empty(case.step.num_lanes, extra, CUDA)
-        self.attend = StreamedDecode(CUDA)
+        self.schedule = DecodeSchedule.empty(case.step.num_lanes, extra, device)
         case.fill(self.cache)
 
     def __call__(self, rotary):
         case, spec, step = self.case, self.spec, self.case.step
         cut = {"window": spec.window, "tile": UNIT, "min_share": self.tiles.min_share}
         make_schedule(self.schedule, step.lane_rows, step.lane_lengths, **cut)
-        out = torch.full(case.q.shape, NAN, device=CUDA, dtype=torch.bfloat16)
+        out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
         self.attend(
             case.q, case.k, case.v, rotary, self.cache.keys[0], self.cache.values[0],
             step.block_tables[spec.group], step.cache_slots[spec.group], self.schedule, out, self.workspace,
@@ -110,24 +159,30 @@ class Streamed:
 LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
 
 
-@pytest.mark.gpu
-@hopper
-@pytest.mark.parametrize("stages", [3, 6])
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "head_dim", "block_size", "window"),
-    [(2, 1, 64, 16, 5), (3, 3, 64, 32, 0), (2, 4, 128, 16, 0), (8, 2, 128, 64, 40), (1, 8, 128, 16, 1)],
+    ("stages", "kv_heads", "group", "head_dim", "block_size", "window"),
+    [
+        (3, 2, 1, 64, 16, 5),
+        (6, 3, 3, 64, 32, 0),
+        (3, 2, 4, 128, 16, 0),
+        (6, 4, 2, 128, 64, 40),
+        (3, 1, 8, 128, 16, 1),
+    ],
 )
 @pytest.mark.parametrize("norms", [None, (False, False), (True, True), (False, True)])
-def test_equals_rotating_writing_and_attending(stages, kv_heads, group, head_dim, block_size, window, norms):
+def test_equals_rotating_writing_and_attending(
+    launcher, where, stages, kv_heads, group, head_dim, block_size, window, norms
+):
     """F09, F10 among it: dead lanes write nothing and come out as zeros, whatever lies in the cache."""
     torch.manual_seed(0)
     spec = LayerSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, group=1)
     options = {"lengths": LENGTHS, "chunks": [], "block_size": block_size, "dtype": torch.bfloat16}
-    case, num_blocks = make_case(spec, device="cuda", **options)
-    rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms)
+    case, num_blocks = make_case(spec, device=where, **options)
+    rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms, where)
     keys, values, expected = plain(case, spec, num_blocks, block_size, rotary)
     inputs = [x.clone() for x in (case.q, case.k, case.v)]
-    run = Streamed(case, spec, num_blocks, block_size, stages=stages, extra=9)
+    run = Streamed(launcher(where), case, spec, num_blocks, block_size, stages=stages, extra=9)
     first = run(rotary)
     torch.testing.assert_close(run.cache.keys[0][1:].float(), keys[1:], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(run.cache.values[0][1:].float(), values[1:], rtol=0, atol=0, equal_nan=True)
@@ -136,23 +191,57 @@ def test_equals_rotating_writing_and_attending(stages, kv_heads, group, head_dim
     assert torch.equal(first[dead], torch.zeros_like(first[dead]))
     torch.testing.assert_close(first[~dead].float(), expected[~dead], rtol=2e-2, atol=2e-2)
     assert all(torch.equal(x, before) for x, before in zip((case.q, case.k, case.v), inputs, strict=True))
-    for _ in range(20):
+    for _ in range(20 if where == "cuda" else 1):
         assert torch.equal(run(rotary), first)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8])
+def test_shares_of_a_long_lane_are_added_up(launcher, where, group):
+    """One lane alone, in a share of a few units for each warp; every number of query heads."""
+    spec = LayerSpec(2 * group, 2, 64, 64**-0.5)
+    options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16, "device": where}
+    case, num_blocks = make_case(spec, lengths=[900, 3], **options)
+    _, _, expected = plain(case, spec, num_blocks, 16, None)
+    run = Streamed(launcher(where), case, spec, num_blocks, 16, stages=3, extra=11)
+    out = run(None)
+    assert int(run.schedule.words[0, 0]) > 8
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@emulated
+@pytest.mark.parametrize("stages", [3, 6])
+def test_who_takes_which_share_changes_nothing(launcher, emulation, stages):
+    """Warps one after the other, from the first or from the last: each takes all shares that are left."""
+    spec = LayerSpec(8, 4, 128, 128**-0.5)
+    lengths = [(37 * i * i) % 190 for i in range(14)]
+    options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16, "seed": 1}
+    case, num_blocks = make_case(spec, lengths=lengths, **options)
+    rotary = random_rotary(len(lengths), 128, (False, False), "cpu")
+    _, _, expected = plain(case, spec, num_blocks, 16, rotary)
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, stages=stages, extra=5, min_share=4)
+    outs, backwards = [], ctypes.c_int.in_dll(emulation, "backwards")
+    for backwards.value in (0, 1, 0):
+        outs.append(run(rotary))
+    assert 4 * int(run.schedule.words[0, 0]) > 4 * EMULATED_BLOCKS * streamed_decode.WARPS / 2
+    alive = case.step.lane_lengths > 0
+    torch.testing.assert_close(outs[0][alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
+    assert torch.equal(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("stages", "lanes", "longest"), [(3, 20, 1_900), (6, 20, 1_900), (6, 300, 300)])
-def test_every_share_is_taken_and_every_run_the_same(stages, lanes, longest):
+def test_every_share_is_taken_and_every_run_the_same(launcher, stages, lanes, longest):
     """More shares than warps, and rings that are used again many times."""
     spec = LayerSpec(32, 8, 128, 128**-0.5)
     lengths = [(37 * i * i) % longest for i in range(lanes)]
-    case, num_blocks = make_case(
-        spec, lengths=lengths, chunks=[], block_size=16, dtype=torch.bfloat16, device="cuda", seed=1
-    )
-    rotary = random_rotary(lanes, 128, (False, False))
+    options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16, "device": "cuda", "seed": 1}
+    case, num_blocks = make_case(spec, lengths=lengths, **options)
+    rotary = random_rotary(lanes, 128, (False, False), "cuda")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    run = Streamed(case, spec, num_blocks, 16, stages=stages, extra=66, min_share=4)
+    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, stages=stages, extra=66, min_share=4)
     first, alive = run(rotary), case.step.lane_lengths > 0
     torch.testing.assert_close(first[alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     for _ in range(200):

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "hopper.cuh"
 #include "warp_products.cuh"
 
 namespace {
@@ -82,12 +83,27 @@ struct Head {
     }
 };
 
-// Where 8 numbers of a position lie in a unit: chunks of 16 bytes, swizzled in lines of 128 bytes.
+// Where a thread finds its rows of a unit's matrices: the numbers of a position lie in lines of 128 bytes, whose chunks of 16
+// bytes are swizzled.
 template <int DIM>
-__device__ __forceinline__ uint32_t chunk_of(const uint8_t* unit, int position, int chunk) {
-    int line = position * (DIM / 64) + chunk / 8;
-    return static_cast<uint32_t>(__cvta_generic_to_shared(unit)) + line * 128 + ((chunk % 8) ^ (line % 8)) * 16;
-}
+struct Places {
+    static constexpr int LINES = DIM / 64;
+    uint32_t key[LINES], value[LINES];
+
+    __device__ __forceinline__ explicit Places(int thread) {
+#pragma unroll
+        for (int line = 0; line < LINES; ++line)
+            key[line] = place(thread % 16, line, thread / 16), value[line] = place(thread % 8 + thread / 16 * 8, line, thread / 8 % 2);
+    }
+    static __device__ __forceinline__ uint32_t place(int position, int line, int chunk) {
+        line += position * LINES;
+        return line * 128 + (chunk ^ line % 8) * 16;
+    }
+    // The place of the numbers 16 i and on, of a unit.
+    static __device__ __forceinline__ uint32_t at(const uint8_t* unit, const uint32_t (&own)[LINES], int i) {
+        return (address(unit) + own[i / 4]) ^ i % 4 * 32;
+    }
+};
 
 // The softmax so far. A thread has the numbers g, g + 8 of every 16 of a head (g = thread / 4), of the query heads 2 t, 2 t + 1.
 template <int DIM>
@@ -111,17 +127,22 @@ struct Softmax {
                     newest ? __bfloat162float(value[i * 16 + half * 8 + thread / 4]) : 0.0f;
     }
 
-    // Takes in a unit, of which the positions from `low` to `high` are seen.
-    __device__ __forceinline__ void take(const Head<DIM>& q, float scale, const uint8_t* keys, uint8_t* values, int low, int high,
-                                         int thread) {
+    // Takes in a unit, of which the positions from `low` to `high` are seen. What comes from shared memory is asked for ahead
+    // of what it is needed for.
+    __device__ __forceinline__ void take(const Head<DIM>& q, float scale, const uint8_t* keys, uint8_t* values,
+                                         const Places<DIM>& places, int low, int high, int thread) {
         bool whole = low <= 0 && high >= UNIT;
+        uint32_t k[STEPS][4], v[STEPS][4];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) load_matrices(k[i], places.at(keys, places.key, i));
+        if (!whole) clear(values, low, high, thread);
+#pragma unroll
+        for (int i = 0; i < STEPS / 2; ++i) load_matrices_transposed(v[i], places.at(values, places.value, i));
         float even[4] = {}, odd[4] = {};
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            uint32_t k[4];
-            load_matrices(k, chunk_of<DIM>(keys, thread % 16, i * 2 + thread / 16));
-            multiply_16x8(i % 2 ? odd : even, k, q.pair[2 * i], q.pair[2 * i + 1]);
-        }
+        for (int i = 0; i < STEPS; ++i) multiply_16x8(i % 2 ? odd : even, k[i], q.pair[2 * i], q.pair[2 * i + 1]);
+#pragma unroll
+        for (int i = STEPS / 2; i < STEPS; ++i) load_matrices_transposed(v[i], places.at(values, places.value, i));
         float score[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -134,14 +155,9 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < 4; ++j) weight[j] = power_of_2(score[j] - top[j % 2]);
         total[0] += weight[0] + weight[2], total[1] += weight[1] + weight[3];
-        if (!whole) clear(values, low, high, thread);
         uint32_t first = transposed(rounded({weight[0], weight[1]})), second = transposed(rounded({weight[2], weight[3]}));
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            uint32_t v[4];
-            load_matrices_transposed(v, chunk_of<DIM>(values, thread % 8 + thread / 16 * 8, i * 2 + thread / 8 % 2));
-            multiply_16x8(result[i], v, first, second);
-        }
+        for (int i = 0; i < STEPS; ++i) multiply_16x8(result[i], v[i], first, second);
     }
 
     // Lets `top` be the largest score of all positions so far.
@@ -164,7 +180,7 @@ struct Softmax {
         for (int position = 0; position < UNIT; ++position)
             if (position < low || position >= high)
                 for (int at = thread * 4; at < DIM * 2; at += 128) *reinterpret_cast<uint32_t*>(values + position * DIM * 2 + at) = 0;
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the place is written by the accelerator next
+        fence_async();  // the place is written by the accelerator next
         __syncwarp();
     }
 

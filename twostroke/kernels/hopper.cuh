@@ -20,6 +20,10 @@ __device__ __forceinline__ uint32_t address_in(uint32_t local, int rank) {
     return there;
 }
 
+// What was written to shared memory comes before what the tensor memory accelerator reads or writes there.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_prepared() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
 __device__ __forceinline__ void prepare(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(barrier)), "r"(arrivals) : "memory");
 }

@@ -283,9 +283,9 @@ __global__ void __maxnreg__(MOST_REGISTERS[S::KIND]) thin_linear(const __grid_co
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[i], 1), prepare(&s.empty[i], MULTIPLIERS);
         prepare(&s.sums_here, 1), prepare(&s.sums_read, CLUSTER);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_prepared();
         expect(&s.sums_here, 4 * CLUSTER * S::SHARE * S::TILE);
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        fence_async();
     }
     __syncwarp();
     meet_cluster();

@@ -1,0 +1,44 @@
+// `twostroke/kernels/hopper.cuh`, as far as the sources that are emulated use it.
+
+#pragma once
+
+#include "cuda.h"
+#include "warp.h"
+
+inline unsigned char* shared_memory;  // of the block; its beginning has the address 0
+
+inline uint32_t address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - shared_memory; }
+
+// A barrier: phases that have ended, and bytes that the present one waits for.
+struct Barrier {
+    uint32_t ended;
+    int32_t bytes;
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t));
+inline Barrier& of(uint64_t* barrier) { return *reinterpret_cast<Barrier*>(barrier); }
+
+inline void prepare(uint64_t* barrier, int) { of(barrier) = {0, 0}; }
+inline void fence_prepared() {}
+inline void fence_async() {}
+inline void expect(uint64_t* barrier, int bytes) {
+    if (of(barrier).bytes) fail("a barrier is used for a phase before the one ahead has ended");
+    of(barrier).bytes = bytes;
+}
+inline void wait_for(uint64_t* barrier, uint32_t parity) {
+    if ((of(barrier).ended & 1) == parity) fail("a wait for what nobody asked for");
+}
+inline void wait_for_input() {}
+inline void let_next_start() {}
+inline uint64_t read_once_policy() { return 0; }
+
+inline void load_once(void* to, const CUtensorMap* map, int column, int line, uint64_t* barrier, uint64_t) {
+    if (column != 0 || line < 0 || line + map->box_lines > map->lines) fail("a box outside of its matrix");
+    if (address(to) % 1024) fail("a box that is not aligned to the pattern of its swizzle");
+    for (uint32_t row = 0; row < map->box_lines; ++row)
+        for (uint32_t chunk = 0; chunk < 8; ++chunk)
+            memcpy(static_cast<unsigned char*>(to) + row * 128 + (chunk ^ row % 8) * 16, map->data + (line + row) * 128 + chunk * 16, 16);
+    Barrier& own = of(barrier);
+    own.bytes -= map->box_lines * 128;
+    if (own.bytes < 0) fail("more bytes than were expected");
+    if (own.bytes == 0) ++own.ended;
+}

@@ -1,0 +1,48 @@
+// The functions of `twostroke/kernels/streamed_decode.cu`, on the CPU. Blocks and their warps run one after the other.
+
+#include "cuda.h"
+#include "cuda_bf16.h"
+#include "hopper.cuh"
+
+#include "streamed_decode.cuh"
+
+namespace {
+
+alignas(1024) uint8_t raw[1 << 18];
+
+template <int DIM, int STAGES>
+int run(const Attention& attention, int blocks, bool backwards) {
+    gridDim.x = blocks;
+    static_assert(sizeof(Shared<Shape<DIM, STAGES>>) + 1024 <= sizeof raw);
+    memset(raw, 0xFF, sizeof raw);  // NaN
+    for (int i = 0; i < blocks * WARPS; ++i) {
+        int warp = backwards ? blocks * WARPS - 1 - i : i;
+        blockIdx.x = warp / WARPS;
+        if (!Warp::run(warp % WARPS, [&] { streamed_decode<Shape<DIM, STAGES>>(attention); })) return 1;
+    }
+    return 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+int backwards = 0;  // the order of the warps
+
+int attention_bytes() { return sizeof(Attention); }
+
+int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_lines) {
+    *static_cast<CUtensorMap*>(map) = {static_cast<const unsigned char*>(data), lines, unit_lines, {}};
+    return 0;
+}
+
+int launch_attention(const void* given, int dim, int stages, int blocks, int, void*) {
+    const Attention& attention = *static_cast<const Attention*>(given);
+    shared_memory = raw;
+    if (dim == 128 && stages == 3) return run<128, 3>(attention, blocks, backwards);
+    if (dim == 128 && stages == 6) return run<128, 6>(attention, blocks, backwards);
+    if (dim == 64 && stages == 3) return run<64, 6>(attention, blocks, backwards);
+    if (dim == 64 && stages == 6) return run<64, 12>(attention, blocks, backwards);
+    return 1;
+}
+}

@@ -1,0 +1,310 @@
+// Attention of decode lanes over the paged cache, in bf16, at the speed at which the cache can be read.
+//
+// What `paged_decode.py` computes, built so that reads never pause:
+//   * A warp is on its own. It takes shares of the schedule one after the other, and reads the next share's keys and values
+//     while it still works on the present one: into a ring in shared memory, by the tensor memory accelerator, so that no
+//     thread spends instructions on addresses. What a share needs first, its record and its block numbers, is asked for a share
+//     ahead.
+//   * A unit is 16 positions of a kv head. Its scores are a product of 16 positions x 8 query heads, so a group of up to 8
+//     fills it without the padding that a product of 16 query heads has.
+//   * One block of four warps per multiprocessor leaves room for the products before and after it, whose blocks hold the first
+//     weights already while this one ends.
+// Who takes which share may differ from run to run; what a share gives, and the order in which shares are added up, may not.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "head_softmax.cuh"
+#include "hopper.cuh"
+
+namespace {
+
+constexpr int WARPS = 4;
+constexpr int RECORD = 8, ROW = 0, LANE = 1, BEGIN = 2, END = 3, SPLIT = 4, SPLITS = 5;  // see decode_schedule.py
+
+struct Attention {
+    CUtensorMap keys, values;
+    int kv_heads, group, block_units, table_stride, most_records;
+    int q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
+    int zero;                                               // is 0, which the compiler cannot know
+    float eps, scale;                                       // the scale includes log2(e)
+    const __nv_bfloat16 *q, *k, *v;
+    const float *cosines, *sines;              // [lanes, DIM / 2]; null: nothing to rotate or to norm
+    const __nv_bfloat16 *q_weight, *k_weight;  // [DIM] of the norm before the rotation; null: none
+    __nv_bfloat16 *key_cache, *value_cache;    // [blocks, kv_heads, block_units * UNIT, DIM]
+    const int* table;
+    const int64_t* slots;
+    const int* schedule;
+    float *partial, *log_sum;
+    int* arrivals;
+    int* tickets;  // taken, and warps that are done; both zero between launches
+    __nv_bfloat16* out;
+};
+
+template <int DIM_, int STAGES_>
+struct Shape {
+    static constexpr int DIM = DIM_, STAGES = STAGES_;
+    static constexpr int LINES = DIM / 64;  // of 128 bytes, of a position
+    static constexpr int UNIT_BYTES = UNIT * DIM * 2;
+};
+
+template <class S>
+struct Shared {
+    uint8_t keys[WARPS][S::STAGES][S::UNIT_BYTES], values[WARPS][S::STAGES][S::UNIT_BYTES];
+    uint64_t full[WARPS][S::STAGES];
+};
+
+// What a warp works on: a record of the schedule, for one kv head. Its words come in the first threads.
+struct Share {
+    int ticket, item, head, row, lane, begin, end, split, splits;
+
+    static __device__ __forceinline__ int load(const Attention& a, int ticket, int thread) {
+        int item = ticket / a.kv_heads;
+        return item < a.most_records && thread < RECORD ? a.schedule[(1 + item) * RECORD + thread] : 0;
+    }
+    __device__ __forceinline__ Share(const Attention& a, int ticket, int word) : ticket(ticket) {
+        item = ticket / a.kv_heads, head = ticket % a.kv_heads;
+        row = __shfl_sync(~0u, word, ROW), lane = __shfl_sync(~0u, word, LANE);
+        begin = __shfl_sync(~0u, word, BEGIN), end = __shfl_sync(~0u, word, END);
+        split = __shfl_sync(~0u, word, SPLIT), splits = __shfl_sync(~0u, word, SPLITS);
+    }
+    __device__ int first_unit() const { return begin / UNIT; }
+    __device__ int last_unit() const { return begin < end ? (end + UNIT - 1) / UNIT : begin / UNIT; }  // exclusive
+    __device__ bool newest() const { return split == splits - 1; }
+};
+
+// Asks for the units of one share after the other. The numbers of 64 blocks lie in the threads' registers.
+template <class S>
+struct Reader {
+    const Attention& a;
+    Shared<S>& s;
+    int warp, thread, asked = 0, unit = 0, last = 0, head = 0;
+    int base, blocks, more, next_blocks, next_more;
+    const int* table;
+    uint64_t policy = read_once_policy();
+
+    __device__ Reader(const Attention& a, Shared<S>& s, int warp, int thread) : a(a), s(s), warp(warp), thread(thread) {}
+
+    __device__ const int* table_of(const Share& share) const { return a.table + static_cast<int64_t>(share.row) * a.table_stride; }
+    __device__ __forceinline__ int number(const int* table, int index, int last) const {
+        return index * a.block_units < last ? table[index] : 0;
+    }
+    // Asks for the first block numbers of the share that `turn_to` names next.
+    __device__ __forceinline__ void look_up(const Share& share) {
+        int first = share.first_unit() / a.block_units + thread, end = share.last_unit();
+        next_blocks = number(table_of(share), first, end), next_more = number(table_of(share), first + 32, end);
+    }
+    __device__ __forceinline__ void turn_to(const Share& share) {
+        unit = share.first_unit(), last = share.last_unit(), head = share.head, table = table_of(share);
+        base = unit / a.block_units, blocks = next_blocks, more = next_more;
+    }
+    __device__ bool has_more() const { return unit < last; }
+
+    // `after` is 0, and depends on whatever was read from the place that this unit will take.
+    __device__ __forceinline__ void ask(int after) {
+        int index = unit / a.block_units;
+        if (index - base >= 32) base += 32, blocks = more, more = number(table, base + 32 + thread, last);
+        int block = __shfl_sync(~0u, blocks, index - base);
+        if (thread == 0) {
+            int place = asked % S::STAGES;
+            int line = ((block * a.kv_heads + head) * a.block_units + unit % a.block_units) * UNIT * S::LINES + after;
+            uint64_t* full = &s.full[warp][place];
+            expect(full, 2 * S::UNIT_BYTES);
+            load_once(s.keys[warp][place], &a.keys, 0, line, full, policy);
+            load_once(s.values[warp][place], &a.values, 0, line, full, policy);
+        }
+        ++asked, ++unit;
+    }
+};
+
+// Stores a lane's newest key and value.
+template <int DIM>
+__device__ __forceinline__ void keep(const Attention& a, const Share& share, int64_t slot, const Head<DIM>& key,
+                                     const __nv_bfloat16* value, int thread) {
+    int size = a.block_units * UNIT;
+    int64_t place = ((slot / size * a.kv_heads + share.head) * size + slot % size) * DIM;
+    if (thread < 4)
+#pragma unroll
+        for (int i = 0; i < Head<DIM>::PAIRS; ++i)
+            *reinterpret_cast<uint32_t*>(a.key_cache + place + Head<DIM>::first(i, thread)) = key.pair[i];
+#pragma unroll
+    for (int at = thread * 2; at < DIM; at += 64) *reinterpret_cast<uint32_t*>(a.value_cache + place + at) = load_pair(value + at);
+}
+
+// Loads a share's queries, normed and rotated, and begins its softmax; the share with the newest position stores its key and
+// value. All loads are asked for before the first is waited for.
+template <int DIM>
+__device__ __forceinline__ void begin(const Attention& a, const Share& share, Head<DIM>& q, Softmax<DIM>& softmax, int thread) {
+    constexpr int HALF = Head<DIM>::PAIRS / 2;
+    int query = share.head * a.group + thread / 4;
+    int64_t lane = share.lane;
+    bool newest = share.newest(), rotated = a.cosines != nullptr;
+    const __nv_bfloat16* value = a.v + lane * a.v_token + share.head * a.v_head;
+    Head<DIM> key;
+    float2 cosines[HALF], sines[HALF];
+    q.load(a.q + lane * a.q_token + query * a.q_head, thread / 4 < a.group, thread);
+    key.load(a.k + lane * a.k_token + share.head * a.k_head, newest, thread);
+    int64_t slot = newest ? a.slots[lane] : 0;
+    if (rotated)
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) {
+            int64_t at = lane * (DIM / 2) + Head<DIM>::first(i, thread);
+            cosines[i] = *reinterpret_cast<const float2*>(a.cosines + at), sines[i] = *reinterpret_cast<const float2*>(a.sines + at);
+        }
+    if (rotated && a.q_weight != nullptr) q.norm(a.q_weight, a.eps, thread);
+    if (rotated && a.k_weight != nullptr) key.norm(a.k_weight, a.eps, thread);
+    if (rotated) q.rotate(cosines, sines), key.rotate(cosines, sines);
+    softmax.begin(value, q.times(key) * a.scale, newest, thread);
+    if (newest) keep(a, share, slot, key, value, thread);
+}
+
+// The weighted mean of the results of a lane's shares, in their order, for HEADS query heads from `part` on, the first share's.
+template <int DIM, int HEADS>
+__device__ void add_up_heads(const Attention& a, int splits, int part, __nv_bfloat16* out, int thread) {
+    constexpr int OWN = DIM / 32, AT_ONCE = HEADS == 8 ? 2 : 4;  // numbers of a head in a thread; shares
+    int stride = a.kv_heads * a.group;
+    const float *log_sums = a.log_sum + part, *numbers = a.partial + static_cast<int64_t>(part) * DIM + thread * OWN;
+    float own_top = NOTHING;  // of the head thread % HEADS
+    for (int split = thread / HEADS; split < splits; split += 32 / HEADS)
+        own_top = fmaxf(own_top, __ldcg(log_sums + split * stride + thread % HEADS));
+#pragma unroll
+    for (int far = HEADS; far < 32; far *= 2) own_top = fmaxf(own_top, __shfl_xor_sync(~0u, own_top, far));
+    float top[HEADS], total[HEADS] = {}, sum[HEADS][OWN] = {};
+#pragma unroll
+    for (int head = 0; head < HEADS; ++head) top[head] = __shfl_sync(~0u, own_top, head);
+#pragma unroll 1
+    for (int first = 0; first < splits; first += AT_ONCE) {
+        float log_sum[AT_ONCE][HEADS];
+        float2 pair[AT_ONCE][HEADS][OWN / 2];
+#pragma unroll
+        for (int next = 0; next < AT_ONCE; ++next)
+#pragma unroll
+            for (int head = 0; head < HEADS; ++head) {
+                int64_t at = static_cast<int64_t>(min(first + next, splits - 1)) * stride + head;
+                log_sum[next][head] = first + next < splits ? __ldcg(log_sums + at) : NOTHING;
+#pragma unroll
+                for (int i = 0; i < OWN / 2; ++i)
+                    pair[next][head][i] = __ldcg(reinterpret_cast<const float2*>(numbers + at * DIM) + i);
+            }
+#pragma unroll
+        for (int next = 0; next < AT_ONCE; ++next)
+#pragma unroll
+            for (int head = 0; head < HEADS; ++head) {
+                float weight = power_of_2(log_sum[next][head] - top[head]);
+                total[head] += weight;
+#pragma unroll
+                for (int i = 0; i < OWN / 2; ++i) {
+                    sum[head][2 * i] += weight * pair[next][head][i].x;
+                    sum[head][2 * i + 1] += weight * pair[next][head][i].y;
+                }
+            }
+    }
+#pragma unroll
+    for (int head = 0; head < HEADS; ++head)
+#pragma unroll
+        for (int i = 0; i < OWN; i += 2)
+            *reinterpret_cast<uint32_t*>(out + head * DIM + thread * OWN + i) =
+                rounded({sum[head][i] / total[head], sum[head][i + 1] / total[head]});
+}
+
+template <int DIM>
+__device__ void add_up(const Attention& a, int splits, int part, __nv_bfloat16* out, int thread) {
+    int head = 0;
+    if (a.group == 8) add_up_heads<DIM, 8>(a, splits, part, out, thread), head = 8;
+    if (a.group - head >= 4) add_up_heads<DIM, 4>(a, splits, part + head, out + head * DIM, thread), head += 4;
+    if (a.group - head >= 2) add_up_heads<DIM, 2>(a, splits, part + head, out + head * DIM, thread), head += 2;
+    if (a.group - head >= 1) add_up_heads<DIM, 1>(a, splits, part + head, out + head * DIM, thread);
+}
+
+// Writes what a share gave. Of several shares of a lane, the last to arrive adds them up.
+template <int DIM>
+__device__ __forceinline__ void end(const Attention& a, const Share& share, Softmax<DIM>& softmax, int thread) {
+    __nv_bfloat16* out = a.out + (static_cast<int64_t>(share.lane) * a.kv_heads + share.head) * a.group * DIM;
+    softmax.settle();
+    if (share.splits <= 1) {
+        softmax.write(out, a.group, thread);
+        return;
+    }
+    int64_t part = static_cast<int64_t>(share.ticket) * a.group;
+    softmax.write_part(a.partial + part * DIM, a.log_sum + part, a.group, thread);
+    __threadfence();
+    __syncwarp();
+    int first = (share.item - share.split) * a.kv_heads + share.head, before = 0;
+    if (thread == 0) before = atomicAdd(a.arrivals + first, 1);
+    if (__shfl_sync(~0u, before, 0) != share.splits - 1) return;
+    __threadfence();
+    if (thread == 0) a.arrivals[first] = 0;
+    add_up<DIM>(a, share.splits, first * a.group, out, thread);
+}
+
+template <class S>
+__global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attention a) {
+    extern __shared__ uint8_t raw[];
+    Shared<S>& s = *reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024);
+    int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    if (thread == 0) {
+        for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[warp][i], 1);
+        fence_prepared(), fence_async();
+    }
+    __syncwarp();
+    Places<S::DIM> places(thread);
+    // A warp's first two tickets are given: those with the longest first shares get the shortest second ones.
+    int warps = gridDim.x * WARPS, ticket = blockIdx.x * WARPS + warp, next_ticket = 2 * warps - 1 - ticket;
+    int word = Share::load(a, ticket, thread), shares = *a.schedule * a.kv_heads, taken = 0;
+    Share share(a, ticket, word);
+    Reader<S> reader(a, s, warp, thread);
+    if (ticket < shares) {
+        reader.look_up(share), reader.turn_to(share);
+        while (reader.has_more() && reader.asked < S::STAGES) reader.ask(0);
+    }
+    wait_for_input();
+    let_next_start();
+    while (share.ticket < shares) {
+        word = Share::load(a, next_ticket, thread);
+        if (thread == 0 && next_ticket < shares) ticket = 2 * warps + atomicAdd(a.tickets, 1);
+        Head<S::DIM> q;
+        Softmax<S::DIM> softmax;
+        begin(a, share, q, softmax, thread);
+        int unit = share.first_unit(), end_unit = share.last_unit();
+        auto take_one = [&] {
+            int place = taken % S::STAGES;
+            wait_for(&s.full[warp][place], taken / S::STAGES & 1);
+            __syncwarp();
+            int low = share.begin - unit * UNIT, high = share.end - unit * UNIT;
+            softmax.take(q, a.scale, s.keys[warp][place], s.values[warp][place], places, low, high, thread);
+            __syncwarp();
+            ++taken, ++unit;
+        };
+        if (unit < end_unit) take_one();
+        Share next(a, next_ticket, word);
+        bool turned = next.ticket >= shares;
+        if (!turned) reader.look_up(next);
+        auto read_on = [&](int after) {
+            while (reader.asked - taken < S::STAGES) {
+                if (!reader.has_more()) {
+                    if (turned) break;
+                    reader.turn_to(next), turned = true;
+                    continue;
+                }
+                reader.ask(after);
+            }
+        };
+        read_on(softmax.after_reads(a.zero));
+#pragma unroll 1
+        while (unit < end_unit) {
+            take_one();
+            read_on(softmax.after_reads(a.zero));
+        }
+        end(a, share, softmax, thread);
+        next_ticket = next.ticket < shares ? __shfl_sync(~0u, ticket, 0) : shares;
+        share = next;
+    }
+    // Where every warp's first ticket is its last, none has been taken.
+    if (shares > warps && thread == 0 && atomicAdd(a.tickets + 1, 1) == warps - 1) a.tickets[0] = a.tickets[1] = 0;
+}
+
+}  // namespace
