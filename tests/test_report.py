@@ -139,6 +139,12 @@ def test_a_run_with_new_weights_is_another_benchmark(tmp_path: Path) -> None:
     assert updated.write(tmp_path).name == "article-new-weights-every-512-steps-gpu-x-2026-01-03.json"
 
 
+def test_a_run_of_both_implementations_is_another_benchmark(tmp_path: Path) -> None:
+    plain, both = result(*PUBLISHED, impl="auto"), result(*PUBLISHED, date="2026-01-03", impl="both")
+    assert newest([both, plain]) == [plain, both]
+    assert both.write(tmp_path).name == "article-both-implementations-gpu-x-2026-01-03.json"
+
+
 def test_the_page_changes_between_its_marks_only(tmp_path: Path) -> None:
     result(*PUBLISHED).write(tmp_path / "article.json")
     (tmp_path / "other.json").write_text(json.dumps({"benchmark": "something else"}))
@@ -201,8 +207,10 @@ def test_the_figures_of_the_simulator_are_those_of_its_files() -> None:
         f"{took['cpu_seconds']:.0f} seconds of one core."
     ) in page
     assert f"by the clock it was {took['wall_seconds'] / 60:.0f} minutes" in page
-    (file,) = SIMULATED.parent.glob("simulate-gsm8k-*.json")
-    (one,) = json.loads(file.read_text())["runs"]
-    assert (
-        f"{one['error']:.1%} too fast, {one['tokens_per_s']:,.0f} tokens/s for {one['measured_tokens_per_s']:,.0f}"
-    ) in page
+    for benchmark in ("gsm8k", "mixed"):
+        (file,) = SIMULATED.parent.glob(f"simulate-{benchmark}-*.json")
+        (one,) = json.loads(file.read_text())["runs"]
+        way = "fast" if one["error"] > 0 else "slow"
+        assert f"`{benchmark}` " in page
+        assert f"{abs(one['error']):.1%} too {way}, {one['tokens_per_s']:,.0f}" in page
+        assert f"tokens/s for {one['measured_tokens_per_s']:,.0f}" in page

@@ -139,6 +139,16 @@ def test_throughput_is_foretold_within_a_tenth(benchmark: str) -> None:
         assert one.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.1)
 
 
+def test_mixed_is_foretold_within_a_tenth() -> None:
+    result = read_result(newest("mixed"))
+    fit = fit_results([read_result(ARTICLE)], MEMORY)
+    for loop, measured in loops_of(result).items():
+        one = simulate_benchmark("mixed", fit.step_time, loop, result.workload, MEMORY)
+        assert one.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=0.1)
+        for name in ("inter_token_p50_ms", "inter_token_p99_ms", "first_token_p50_ms", "first_token_p99_ms"):
+            assert one.extra[name] == pytest.approx(measured.extra[name], rel=0.1)
+
+
 def test_mixed_arrivals_keep_their_pace() -> None:
     one = simulate_benchmark("mixed", TRUE, "async", {}, MEMORY)
     assert 9.9 < one.seconds < 10.3, "100 arrivals, a tenth of a second apart"

@@ -127,7 +127,9 @@ class Result:
     def title(self) -> str:
         """The benchmark, and what makes another one of it."""
         every = self.workload.get("update_every")
-        return self.benchmark if every is None else f"{self.benchmark}, new weights every {every} steps"
+        both = ["both implementations"] if self.workload.get("impl") == "both" else []
+        updates = [] if every is None else [f"new weights every {every} steps"]
+        return ", ".join([self.benchmark, *both, *updates])
 
     def file_name(self) -> str:
         name, machine = (
