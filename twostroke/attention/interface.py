@@ -47,7 +47,7 @@ class Attention(ABC):
     other groups (`groups.Room`). They are allocated once, outside any graph pool, and zero at first, so that what
     padding reads is finite.
 
-    NOTE: what lies outside of a query's window is never read, not even to be masked: the block may be another's by
+    NOTE: no block that lies outside of a query's window is ever read, not even to be masked: it may be another's by
     now, and the table's entry is left as it was.
 
     Attributes:
