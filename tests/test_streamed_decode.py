@@ -18,11 +18,13 @@ from paged_case import make_case
 from twostroke.attention.interface import LayerSpec
 from twostroke.attention.torch_backend import TorchAttention
 from twostroke.kernels import ops, streamed_decode
+from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.ops import Rotary
 from twostroke.kernels.streamed_decode import UNIT, StreamedDecode, streamed_tiles
 
 pytest.importorskip("triton")
 
+from twostroke.attention import triton_backend
 from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.paged_decode import DecodeWorkspace
 
@@ -91,6 +93,19 @@ def test_shapes_that_fit():
     assert not fits(block_size=8)
     assert not fits(dtype=torch.float16)
     assert not fits(dtype=torch.float32)
+
+
+def test_a_missing_compiler_leaves_the_kernel_in_triton_and_says_so(monkeypatch, caplog):
+    def missing(*_):
+        raise CompilerMissing("no CUDA compiler (nvcc) was found")
+
+    monkeypatch.setattr(streamed_decode, "load_library", missing)
+    given = ([LayerSpec(32, 8, 128, 0.1)], 16, torch.bfloat16, torch.device("cuda"))
+    assert triton_backend._streamed_for(*given, (9, 0)) is None
+    assert "nvcc" in caplog.text
+    caplog.clear()
+    assert triton_backend._streamed_for(*given, (8, 0)) is None
+    assert not caplog.text, "no other GPU has the kernel"
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs the CUDA compiler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,12 @@ class _Kind(NamedTuple):
     window: int
     extra: int
     tiles: DecodeTiles
-    streamed: bool
+    attend: Callable[..., None]
 
 
 class TritonAttention(TritonCache):
-    """Lanes go through the split-KV kernel, prompt chunks through the tiled one, both into one output.
+    """Lanes go through the split-KV kernel, in CUDA C++ where there is one, prompt chunks through the tiled one, both into
+    one output.
 
     Layers of one kind share the schedule of a step, which its first layer writes. Schedules and workspace are
     allocated here, once: layers and graphs run one after the other on the compute stream and share them.
@@ -69,16 +71,14 @@ class TritonAttention(TritonCache):
         ]
         self._processors = processors
 
-        self._streamed = _streamed_for(layers, block_size, dtype, device, capability)
+        streamed = _streamed_for(layers, block_size, dtype, device, capability)
 
         def kind_of(spec: LayerSpec, crowded: bool) -> _Kind:
-            streamed = self._streamed is not None and _is_streamed(spec, block_size, dtype)
-            tiles = (
-                streamed_tiles(crowded=crowded)
-                if streamed
-                else decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
-            )
-            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, streamed)
+            tiles = decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
+            attend: Callable[..., None] = decode_attention
+            if streamed is not None and _is_streamed(spec, block_size, dtype):
+                tiles, attend = streamed_tiles(crowded=crowded), streamed
+            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, attend)
 
         self._kinds = [tuple(kind_of(spec, crowded) for crowded in (False, True)) for spec in layers]
         kinds = {kind for both in self._kinds for kind in both}
@@ -106,8 +106,7 @@ class TritonAttention(TritonCache):
         lanes = step.num_lanes
         if lanes:
             spec, kind = self.layers[layer], self._kind(layer, lanes)
-            attend = self._streamed if kind.streamed and self._streamed is not None else decode_attention
-            attend(
+            kind.attend(
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
                 self._workspace, scale=spec.scale, tiles=kind.tiles, early=self._early and not starts,
