@@ -41,8 +41,8 @@ class _Kind(NamedTuple):
 
 
 class TritonAttention(TritonCache):
-    """Lanes go through the split-KV kernel, in CUDA C++ where there is one, prompt chunks through the tiled one, both into
-    one output.
+    """Lanes go through the split-KV kernel (in CUDA C++ where there is one), prompt chunks through the tiled one, both
+    into one output.
 
     Layers of one kind share the schedule of a step, which its first layer writes. Schedules and workspace are
     allocated here, once: layers and graphs run one after the other on the compute stream and share them.
