@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from paper_masks import allowed, has_mask
@@ -263,10 +264,12 @@ class PaperLink:
 
     Attributes:
         expected: of each block to be loaded, by step and block, the tokens up to its end.
+        seconds_of: what a transfer of so many blocks is said to take.
     """
 
     def __init__(self, lag: int) -> None:
         self.device: PaperDevice | None = None
+        self.seconds_of: Callable[[int], float] = lambda blocks: 1.0
         self.expected: dict[tuple[int, int], list[int]] = {}
         self._lag = lag
         self._queue: deque[tuple[int, Plan]] = deque()  # polls to go
@@ -298,11 +301,12 @@ class PaperLink:
             size = self.device.block_size
             assert self.device.cache[block].tolist() == expected[-size:], "other tokens came back"
             assert self.device.written[block] < plan.step
-        self._done.append((plan.step, len(plan.saves) + len(plan.loads), 1.0))
+        blocks = len(plan.saves) + len(plan.loads)
+        self._done.append((plan.step, blocks, self.seconds_of(blocks)))
 
 
 class EveryCopyPays(CopyCosts):
     """Leaves nothing to the clock."""
 
-    def pays(self, copies: int) -> bool:
-        return True
+    def worthwhile(self, blocks: int, copies: int) -> int:
+        return blocks

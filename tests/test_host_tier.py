@@ -5,9 +5,8 @@ The paper device makes copies as late as it may, so a step that does not wait fo
 
 import pytest
 from workshop import Workshop
-from workshops import every_depth, finish
+from workshops import every_depth, finish, turn_until
 
-from twostroke.cache.copy_costs import RETRY_EVERY, CopyCosts
 from twostroke.request import FinishReason, SampleState
 from twostroke.scheduler.policy import make_policy
 
@@ -17,14 +16,6 @@ every_lag = pytest.mark.parametrize("lag", [0, 2, 1000])
 
 def stats(shop):
     return shop.scheduler.stats()
-
-
-def turn_until(shop, condition):
-    for _ in range(200):
-        if condition():
-            return
-        shop.turn()
-    raise AssertionError("it never came")
 
 
 @every_depth
@@ -206,59 +197,12 @@ def test_a_roomy_cache_copies_nothing():
     assert all(plan.after == -1 for plan in shop.plans)
 
 
-# -- What pays --------------------------------------------------------------------------------------------------------
-
-
-def test_copies_pay_until_both_times_are_known():
-    costs = CopyCosts(block_size=16)
-    assert costs.pays(2)
-    costs.observe_copies(10, 100.0)
-    assert costs.pays(2)
-    costs.observe_step(4, 20, 1.0)  # what the lanes take alone is not known
-    assert costs.pays(2)
-    costs.observe_step(0, 20, 1.0)
-    assert not costs.pays(1)
-
-
-@pytest.mark.parametrize("lanes", [0, 8])
-def test_what_takes_less_pays(lanes):
-    """A prompt token takes 1 ms, so a block of 16 takes 16."""
-    costs = CopyCosts(block_size=16)
-    for _ in range(5):
-        costs.observe_step(lanes, 0, 0.5)
-        costs.observe_step(lanes, 100, 0.1 + (0.5 if lanes else 0))
-        costs.observe_copies(4, 4 * 0.010)
-    assert costs.pays(1)
-    assert not costs.pays(2)
-
-
-def test_what_does_not_pay_is_tried_again():
-    """Copies were slow once; when they are not any more, that is found out."""
-    costs = CopyCosts(block_size=16)
-    costs.observe_step(0, 100, 0.1)
-    costs.observe_copies(1, 9.0)
-    assert [costs.pays(1) for _ in range(RETRY_EVERY)] == [False] * (RETRY_EVERY - 1) + [True]
-    for _ in range(100):
-        costs.observe_copies(1, 0.001)
-    assert costs.pays(1)
-
-
-def test_copies_beside_a_step_are_done_when_it_is():
-    costs = CopyCosts(block_size=16)
-    assert costs.copies_per_step == 64
-    costs.observe_copies(10, 0.010)
-    costs.observe_step(8, 0, 0.040)
-    assert costs.copies_per_step == 20
-    costs.observe_copies(1000, 1e6)
-    assert costs.copies_per_step == 1
-
-
 class TestRecomputation:
     """Where copies do not pay, samples are computed again."""
 
     @every_depth
     def test_nothing_is_copied(self, depth, monkeypatch):
-        monkeypatch.setattr("paper_device.EveryCopyPays.pays", lambda self, copies: False)
+        monkeypatch.setattr("paper_device.EveryCopyPays.worthwhile", lambda self, blocks, copies: 0)
         shop = Workshop(depth=depth, host_slots=40, block_size=4, usable_blocks=14)
         for _ in range(2):
             shop.submit(17, 35)
@@ -273,6 +217,6 @@ class TestRecomputation:
         for _ in range(2):
             shop.submit(17, 35)
         turn_until(shop, lambda: stats(shop).offloaded_blocks > 3)
-        monkeypatch.setattr("paper_device.EveryCopyPays.pays", lambda self, copies: False)
+        monkeypatch.setattr("paper_device.EveryCopyPays.worthwhile", lambda self, blocks, copies: 0)
         finish(shop)
         assert stats(shop).returned_blocks == 0

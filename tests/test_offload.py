@@ -274,7 +274,7 @@ def test_the_host_never_waits_for_a_copy(monkeypatch):
     gate = threading.Event()
     save = HostBlocks.save
     monkeypatch.setattr(HostBlocks, "save", lambda self, *args: (gate.wait(PATIENCE), save(self, *args)))
-    monkeypatch.setattr("twostroke.build_host_tier._warm_up", lambda blocks, device: None)
+    monkeypatch.setattr("twostroke.build_host_tier._warm_up", lambda *args: None)
     with running("async", block_size=4, num_blocks=40, max_step_tokens=16, offload_bytes=ROOM) as engine:
         engine.generate([ids(60)], greedy(2))
         handle = engine.submit(ids(60, seed=1), greedy(40))
@@ -290,7 +290,7 @@ def test_an_error_of_a_copy_reaches_who_waits(monkeypatch):
     def fail(self, blocks, slots):
         raise OSError("the host is gone")
 
-    monkeypatch.setattr("twostroke.build_host_tier._warm_up", lambda blocks, device: None)
+    monkeypatch.setattr("twostroke.build_host_tier._warm_up", lambda *args: None)
     monkeypatch.setattr(HostBlocks, "save", fail)
     with running("async", block_size=4, num_blocks=20, offload_bytes=ROOM) as engine:
         handles = [engine.submit(ids(60, seed=n), greedy(4)) for n in range(9)]

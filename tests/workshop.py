@@ -7,6 +7,7 @@ import numpy as np
 from paper_device import VOCAB, EveryCopyPays, PaperDevice, PaperLink, oracle
 from paper_masks import PaperConstraints
 
+from twostroke.cache.copy_costs import CopyCosts
 from twostroke.cache.host_tier import HostTier
 from twostroke.limits import Limits
 from twostroke.plan import Plan, StepOutput
@@ -46,10 +47,12 @@ class Workshop:
         host_slots: int = 0,
         lag: int = 0,
         ahead: int = 1 << 30,
+        copy_costs: CopyCosts | None = None,
     ) -> None:
         self.depth = depth
         self.link = PaperLink(lag)
-        tier = HostTier(host_slots, usable_blocks + 1, ahead, EveryCopyPays(block_size), self.link)
+        copy_costs = copy_costs or EveryCopyPays(block_size)
+        tier = HostTier(host_slots, usable_blocks + 1, ahead, copy_costs, self.link)
         self.masks = PaperConstraints(VOCAB)
         self._news: list[Callable[[Scheduler], object]] = []
         self.scheduler = Scheduler(

@@ -1,5 +1,7 @@
 """What the tests of the scheduler on a paper device share."""
 
+from collections.abc import Callable
+
 import pytest
 from workshop import Workshop
 
@@ -11,6 +13,14 @@ every_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 def finish(shop: Workshop) -> None:
     shop.drain()
     shop.check_all()
+
+
+def turn_until(shop: Workshop, condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        shop.turn()
+    raise AssertionError("it never came")
 
 
 def lanes_of(plans: list[Plan]) -> list[int]:

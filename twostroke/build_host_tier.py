@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from .attention.interface import Attention
-from .cache.copy_costs import CopyCosts
+from .cache.copy_costs import FIRST_COPIES, CopyCosts
 from .cache.host_tier import HostTier
 from .cache.offload import HostBlocks
 from .config import EngineConfig
@@ -15,6 +15,9 @@ from .device.memory import host_free_bytes
 from .device.streams import Device
 from .device.transfers import Transfers
 from .errors import InvalidConfig
+
+_TRIALS = 3
+"""Times that copies are measured at start; the fastest counts."""
 
 
 def make_host_tier(
@@ -39,16 +42,27 @@ def make_host_tier(
         raise InvalidConfig(
             f"offload_bytes={config.offload_bytes}: no memory for the host's blocks: {error}"
         ) from error
-    device.synchronize()
-    device.offload.run(partial(_warm_up, blocks, device.torch_device))
+    costs = CopyCosts(config.block_size)
+    _warm_up(blocks, min(num_slots, FIRST_COPIES), device, costs)
     transfers = Transfers(device, blocks, num_blocks)
     # What the largest step may take: a block for each lane, and those that its prompt tokens fill.
     ahead = max_lanes + config.max_step_tokens // config.block_size + 1
-    return HostTier(num_slots, num_blocks, ahead, CopyCosts(config.block_size), transfers), transfers
+    return HostTier(num_slots, num_blocks, ahead, costs, transfers), transfers
 
 
-def _warm_up(blocks: HostBlocks, device: torch.device) -> None:
-    """Copy the dummy block there and back, which compiles what copies need."""
-    index = torch.zeros(1, dtype=torch.int32, device=device)
-    blocks.save(index, [0])
-    blocks.load([0], index)
+def _warm_up(blocks: HostBlocks, count: int, device: Device, costs: CopyCosts) -> None:
+    """Copy the dummy block there and back, which compiles what copies need; then learn what `count` copies take."""
+    index = torch.zeros(count, dtype=torch.int32, device=device.torch_device)
+    device.synchronize()
+    device.offload.run(partial(blocks.save, index[:1], [0]))
+    device.offload.run(partial(blocks.load, [0], index[:1]))
+    for _ in range(_TRIALS):
+        device.offload.run(device.offload_meter.begin)
+        device.offload.run(partial(blocks.save, index, range(count)))
+        device.offload.run(device.offload_meter.end)
+    done = device.event()
+    device.offload.record(done)
+    done.synchronize()
+    for _ in range(_TRIALS):
+        began, ended = device.offload_meter.read()
+        costs.observe_copies(count, ended - began)

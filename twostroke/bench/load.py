@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,6 +15,9 @@ from ..sampling_params import SamplingParams
 from .offline_workloads import MAX_STEP_TOKENS
 from .options import BenchOptions
 from .result import Result, Run
+
+if TYPE_CHECKING:
+    from ..engine import EngineStats
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -71,6 +74,11 @@ def need_cuda(name: str) -> None:
     """Raise `InvalidConfig` if there is no device for the benchmark of that name."""
     if not torch.cuda.is_available():
         raise InvalidConfig(f"benchmark {name!r} needs a CUDA device")
+
+
+def block_figures(stats: EngineStats) -> dict[str, float]:
+    """What the engine chose by, between copies of a block and computing it: microseconds of each."""
+    return {"block_copy_us": 1e6 * stats.block_copy_seconds, "block_compute_us": 1e6 * stats.block_compute_seconds}
 
 
 def random_prompt(rng: random.Random, model: Model, length: int) -> list[int]:

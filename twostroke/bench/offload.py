@@ -16,7 +16,7 @@ from .. import Engine
 from ..errors import TwostrokeError
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
-from .load import EngineLoad, measure_load, random_prompt
+from .load import EngineLoad, block_figures, measure_load, random_prompt
 from .measure import measured_between
 from .offline import release_memory
 from .options import BenchOptions
@@ -112,6 +112,7 @@ def _preempt_all(engine: Engine, load: Load, loop: str, rng: random.Random) -> R
             "host_hit_tokens": after.host_hit_tokens - before.host_hit_tokens,
             "offloaded_blocks": after.offloaded_blocks - before.offloaded_blocks,
             "returned_blocks": after.returned_blocks - before.returned_blocks,
+            **block_figures(after),
         },
     )
 

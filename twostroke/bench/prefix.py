@@ -1,6 +1,8 @@
 """`prefix`: time to first token of a prompt that is new, in the prefix cache, or in its second tier on the host.
 
-The engine does nothing else. Its cache holds two prompts, so each is evicted before its third time.
+The engine does nothing else. Its cache holds two prompts, so each is evicted before its third time. Where the engine
+finds that copies do not pay, it computes again what was evicted: `returned_tokens` says how many tokens of a prompt
+came back.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
+from typing import NamedTuple
 
 from .. import Engine
 from ..errors import TwostrokeError
-from .load import ONE_TOKEN, EngineLoad, measure_load, random_prompt
+from .load import ONE_TOKEN, EngineLoad, block_figures, measure_load, random_prompt
 from .offline import release_memory
 from .options import BenchOptions
 from .result import Result, Run, compared
@@ -20,6 +23,14 @@ from .result import Result, Run, compared
 BLOCK_SIZE = 16
 WARM_UP = 4
 """Prompts that come first: graphs are captured, and times learned, meanwhile."""
+
+
+class _Answer(NamedTuple):
+    """What came of a prompt: seconds from submit to first token, tokens found, and those that the host had of them."""
+
+    seconds: float
+    cached: int
+    returned: int
 
 
 @dataclass(frozen=True)
@@ -63,45 +74,67 @@ def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], 
         offload_bytes=(WARM_UP + (1 + options.repetitions) * load.prompts) * load.blocks * load.block_bytes,
     ) as engine:
         _time_cases(engine, _prompts(engine, load, WARM_UP, rng))
-        times = [_time_cases(engine, _prompts(engine, load, load.prompts, rng)) for _ in range(options.repetitions)]
+        runs = [
+            _time_round(engine, loop, _prompts(engine, load, load.prompts, rng), say)
+            for _ in range(options.repetitions)
+        ]
     del engine
     release_memory()
-    return compared({case: [_run(loop, seconds[case]) for seconds in times] for case in times[0]})
+    return compared({case: [cases[case] for cases in runs] for case in runs[0]})
 
 
-def _run(loop: str, seconds: Sequence[float]) -> Run:
-    figures = {"first_token_ms": 1e3 * median(seconds), "longest_ms": 1e3 * max(seconds)}
-    return Run(engine="twostroke", loop=loop, seconds=median(seconds), tokens=1, extra=figures)
+def _time_round(engine: Engine, loop: str, prompts: list[list[int]], say: Callable[[str], None]) -> dict[str, Run]:
+    """Measure each case with `prompts`."""
+    answers, rates = _time_cases(engine, prompts), block_figures(engine.stats())
+    whole = _found(prompts[0])
+    if computed := sum(answer.cached < whole for answer in answers["host hit"]):
+        say(f"{computed} of {len(answers['host hit'])} host hits were computed again, by the engine's choice: {rates}")
+    return {case: _run(loop, every, rates) for case, every in answers.items()}
 
 
-def _time_cases(engine: Engine, prompts: list[list[int]]) -> dict[str, list[float]]:
-    """Seconds to the first token of each prompt, by case."""
-    found = (len(prompts[0]) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    times: dict[str, list[float]] = {"miss": [], "hit": [], "host hit": []}
-    for prompt in prompts:
-        times["miss"].append(_first_token(engine, prompt, cached=0, returned=0))
-        times["hit"].append(_first_token(engine, prompt, cached=found, returned=0))
-    for prompt in prompts[:-2]:  # the last two are still on the device
-        times["host hit"].append(_first_token(engine, prompt, cached=found, returned=found))
-    return times
+def _run(loop: str, answers: Sequence[_Answer], rates: dict[str, float]) -> Run:
+    seconds = [answer.seconds for answer in answers]
+    figures = {
+        "first_token_ms": 1e3 * median(seconds),
+        "longest_ms": 1e3 * max(seconds),
+        "cached_tokens": mean(answer.cached for answer in answers),
+        "returned_tokens": mean(answer.returned for answer in answers),
+    }
+    return Run(engine="twostroke", loop=loop, seconds=median(seconds), tokens=1, extra=figures | rates)
 
 
-def _first_token(engine: Engine, prompt: list[int], *, cached: int, returned: int) -> float:
-    """Seconds from submit to first token.
+def _time_cases(engine: Engine, prompts: list[list[int]]) -> dict[str, list[_Answer]]:
+    """What came of each prompt, by case.
 
     Raises:
-        TwostrokeError: the cache did not have so many tokens of it, or not where they were expected.
+        TwostrokeError: a prompt was found that is new, or not found right after it was computed.
     """
+    answers: dict[str, list[_Answer]] = {"miss": [], "hit": [], "host hit": []}
+    for prompt in prompts:
+        for case, expected in (("miss", 0), ("hit", _found(prompt))):
+            answer = _first_token(engine, prompt)
+            if (answer.cached, answer.returned) != (expected, 0):
+                raise TwostrokeError(
+                    f"{answer.cached} tokens of a prompt were found and {answer.returned} of them came back from the "
+                    f"host in a {case}, instead of {expected} and 0"
+                )
+            answers[case].append(answer)
+    for prompt in prompts[:-2]:  # the last two are still on the device
+        answers["host hit"].append(_first_token(engine, prompt))
+    return answers
+
+
+def _found(prompt: list[int]) -> int:
+    """Tokens that can be found of a prompt which the cache has: full blocks, without the last token."""
+    return (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _first_token(engine: Engine, prompt: list[int]) -> _Answer:
     before = engine.stats().host_hit_tokens
     output = engine.generate([prompt], ONE_TOKEN, progress=False)[0]
-    came_back = engine.stats().host_hit_tokens - before
-    if (output.cached_tokens, came_back) != (cached, returned):
-        raise TwostrokeError(
-            f"{output.cached_tokens} tokens of a prompt were found and {came_back} came back from the host, instead of "
-            f"{cached} and {returned}"
-        )
     assert output.timings.first_token is not None
-    return output.timings.first_token - output.timings.submitted
+    seconds = output.timings.first_token - output.timings.submitted
+    return _Answer(seconds, output.cached_tokens, engine.stats().host_hit_tokens - before)
 
 
 def _prompts(engine: Engine, load: Load, count: int, rng: random.Random) -> list[list[int]]:

@@ -124,18 +124,22 @@ class HostTier:
         self.returned += len(chain)
 
     def rescue(self, evicted: Sequence[tuple[bytes, int]]) -> None:
-        """Save those of the evicted blocks, digests and numbers, that nobody has saved yet, if that pays."""
+        """Save those of the evicted blocks, digests and numbers, that nobody has saved yet, if that pays.
+
+        If it is but tried, those evicted last are saved: what comes before them in their chain is still known.
+        """
         lost = [(digest, block) for digest, block in evicted if digest not in self._slot_of]
-        if lost and self.costs.pays(2):
-            for digest, block in lost:
+        if lost:
+            for digest, block in lost[len(lost) - self.costs.worthwhile(len(lost), 2) :]:
                 self._save(digest, block)
 
     def save_ahead(self, cache: PrefixCache, blank: int) -> None:
         """Save the idle blocks of `cache` that are evicted next, so many as can be copied beside the step."""
         missing = self._ahead - blank - cache.ready
-        if missing <= 0 or cache.ready == cache.idle or not self.costs.pays(2):
+        if missing <= 0 or cache.ready == cache.idle:
             return
-        for digest, block in cache.make_ready(min(missing, self.costs.copies_per_step)):
+        wanted = min(missing, self.costs.copies_per_step)
+        for digest, block in cache.make_ready(self.costs.worthwhile(wanted, 2)):
             if digest in self._slot_of:
                 self._slot_of.move_to_end(digest)
             else:

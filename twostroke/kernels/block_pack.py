@@ -14,7 +14,8 @@ import triton.language as tl
 _TILE = 2048
 
 
-@triton.jit
+# NOTE: the blocks to be loaded stand behind those to be saved, wherever that is.
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _copy_pieces(blocks, caches, sizes, offsets, packed, line, PACK: tl.constexpr, TILE: tl.constexpr):
     """One program per block and cache; sizes and offsets are in words of 2 bytes, `line` those of a packed block."""
     block = tl.load(blocks + tl.program_id(0)).to(tl.int64)

@@ -94,10 +94,14 @@ class Prefixes:
         return Start(count * size, runs, chain, returning=(count - here) * size)
 
     def _find_on_host(self, sample: Sample, most: int, here: int) -> int:
-        """How many first blocks are known, on device or host; `here`, on the device, if to bring back does not pay."""
-        if self._tier is None or not self._tier.costs.pays(1):
+        """How many first blocks, `here` on the device, are known on device or host, as far as to bring back pays."""
+        if self._tier is None or here == most:
             return here
-        return self._look(sample, most, self._tier.has)
+        known = self._look(sample, most, self._tier.has)
+        if known == here:
+            return here
+        few = self._tier.costs.worthwhile(known - here, 1)
+        return known if few == known - here else self._look(sample, here + few, self._tier.has)
 
     def _look(self, sample: Sample, most: int, elsewhere: Elsewhere = nowhere) -> int:
         namespace = sample.request.terms.namespace

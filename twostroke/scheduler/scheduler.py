@@ -256,9 +256,11 @@ class Scheduler:
         pool, steps = self.pool, self.batch.launched_step + 1
         waiting = len(self.waiting) + len(self.gate) + self.forks.pending
         counts = pool.free, pool.cache.idle, self.prefixes.hit_tokens, self._planner.preemptions, steps
-        tier = pool.tier
-        host = (tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens) if tier else (0, 0, 0, 0)
-        return SchedulerStats(waiting, self.rows.running, *counts, *host)
+        if (tier := pool.tier) is None:
+            return SchedulerStats(waiting, self.rows.running, *counts)
+        host = tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens
+        seconds = tier.costs.copy_seconds, tier.costs.compute_seconds
+        return SchedulerStats(waiting, self.rows.running, *counts, *host, *seconds)
 
     def on_begun(self, tell: Callable[[Sample], None]) -> None:
         """Let `tell` be called with each sample that is counted in `begun`, on the loop's thread."""
