@@ -264,7 +264,7 @@ class PaperLink:
 
     Attributes:
         expected: of each block to be loaded, by step and block, the tokens up to its end.
-        seconds_of: what a transfer of so many blocks is said to take.
+        seconds_of: what so many saves, or loads, are said to take.
     """
 
     def __init__(self, lag: int) -> None:
@@ -273,7 +273,7 @@ class PaperLink:
         self.expected: dict[tuple[int, int], list[int]] = {}
         self._lag = lag
         self._queue: deque[tuple[int, Plan]] = deque()  # polls to go
-        self._done: list[tuple[int, int, float]] = []
+        self._done: list[tuple[int, int, float, int, float]] = []
 
     def queue(self, plan: Plan) -> None:
         if len(plan.saves) or len(plan.loads):
@@ -281,7 +281,7 @@ class PaperLink:
         while self._queue and self._queue[0][1].step <= plan.after:
             self._copy()
 
-    def poll(self) -> list[tuple[int, int, float]]:
+    def poll(self) -> list[tuple[int, int, float, int, float]]:
         self._queue = deque((polls - 1, plan) for polls, plan in self._queue)
         while self._queue and self._queue[0][0] < 0:
             self._copy()
@@ -301,8 +301,8 @@ class PaperLink:
             size = self.device.block_size
             assert self.device.cache[block].tolist() == expected[-size:], "other tokens came back"
             assert self.device.written[block] < plan.step
-        blocks = len(plan.saves) + len(plan.loads)
-        self._done.append((plan.step, blocks, self.seconds_of(blocks)))
+        saved, loaded = len(plan.saves), len(plan.loads)
+        self._done.append((plan.step, saved, self.seconds_of(saved), loaded, self.seconds_of(loaded)))
 
 
 class EveryCopyPays(CopyCosts):

@@ -31,8 +31,14 @@ def known(token=TOKEN, copy=COPY):
     """Costs that know what steps and copies take."""
     costs = CopyCosts(block_size=4)
     costs.observe_step(0, 200, 200 * token)
-    costs.observe_copies(64, 64 * copy)
+    observe(costs, 64, 64 * copy)
     return costs
+
+
+def observe(costs, blocks, seconds):
+    """Learn from so many copies there, and from as many back."""
+    costs.observe_saves(blocks, seconds)
+    costs.observe_loads(blocks, seconds)
 
 
 def retried(costs, blocks, times, copies=2):
@@ -43,7 +49,7 @@ def retried(costs, blocks, times, copies=2):
 def test_copies_pay_until_both_times_are_known():
     costs = CopyCosts(block_size=16)
     assert costs.pays(2)
-    costs.observe_copies(10, 100.0)
+    observe(costs, 10, 100.0)
     assert costs.pays(2)
     costs.observe_step(4, 20, 1.0)  # what the lanes take alone is not known
     assert costs.pays(2)
@@ -58,12 +64,22 @@ def test_what_takes_less_pays(lanes):
     for _ in range(5):
         costs.observe_step(lanes, 0, 0.5)
         costs.observe_step(lanes, 100, 0.1 + (0.5 if lanes else 0))
-        costs.observe_copies(4, 4 * 0.010)
+        observe(costs, 4, 4 * 0.010)
     assert costs.pays(1)
     assert not costs.pays(2)
     assert costs.worthwhile(70, 1) == 70
-    assert costs.copy_seconds == pytest.approx(0.010)
+    assert costs.save_seconds == pytest.approx(0.010)
     assert costs.compute_seconds == pytest.approx(0.016)
+
+
+def test_both_ways_have_their_times():
+    costs = known()
+    for _ in range(10):
+        costs.observe_saves(100, 100 * 0.01)
+    assert not costs.pays(2)
+    assert costs.pays(1)
+    assert costs.load_seconds == pytest.approx(COPY)
+    assert costs.copies_per_step < 5
 
 
 def test_what_does_not_pay_is_tried_again_soon_and_then_seldom():
@@ -84,16 +100,16 @@ def test_a_few_blocks_are_tried():
 
 def test_a_hiccup_changes_nothing():
     costs = known()
-    costs.observe_copies(1, 1.0)
-    assert costs.copy_seconds < 1.1 * COPY
-    costs.observe_copies(100, 1.0)
+    observe(costs, 1, 1.0)
+    assert costs.save_seconds < 1.1 * COPY
+    observe(costs, 100, 1.0)
     assert costs.pays(2)
 
 
 def test_a_slow_beginning_is_forgotten_at_once():
     costs = known(copy=1.0)
     assert not costs.pays(1)
-    costs.observe_copies(2, copies(2))
+    observe(costs, 2, copies(2))
     assert costs.pays(2)
 
 
@@ -101,21 +117,21 @@ def test_copies_that_become_slow_do_not_pay_any_more():
     costs = known()
     for _ in range(12):
         assert costs.worthwhile(50, 2)
-        costs.observe_copies(50, 50 * 0.01)
+        observe(costs, 50, 50 * 0.01)
         if not costs.pays(1):
             break
     assert not costs.pays(1)
     for _ in range(20):
-        costs.observe_copies(50, 50 * 0.01)
-    assert costs.copy_seconds == pytest.approx(0.01, rel=0.2)
+        observe(costs, 50, 50 * 0.01)
+    assert costs.save_seconds == pytest.approx(0.01, rel=0.2)
 
 
 def test_many_small_transfers_say_less_than_a_large_one():
     """A cache that is full evicts a block now and then; each takes mostly what it takes to begin."""
     costs = known()
     for _ in range(500):
-        costs.observe_copies(1, copies(1))
-    assert costs.copy_seconds < 2 * COPY < copies(1) / 2
+        observe(costs, 1, copies(1))
+    assert costs.save_seconds < 2 * COPY < copies(1) / 2
 
 
 def test_hits_say_little_of_what_prompts_take():
@@ -129,21 +145,21 @@ def test_hits_say_little_of_what_prompts_take():
 def test_copies_beside_a_step_are_done_when_it_is():
     costs = CopyCosts(block_size=16)
     assert costs.copies_per_step == 64
-    costs.observe_copies(10, 0.010)
+    observe(costs, 10, 0.010)
     costs.observe_step(8, 0, 0.040)
     assert costs.copies_per_step == 20
     for _ in range(100):
-        costs.observe_copies(1000, 1e6)
+        observe(costs, 1000, 1e6)
     assert costs.copies_per_step == 1
 
 
 def test_a_clock_that_stands_still():
     costs = known()
-    costs.observe_copies(10, 0.0)
+    observe(costs, 10, 0.0)
     assert costs.copies_per_step > 1000
     for _ in range(30):
-        costs.observe_copies(50, copies(50))
-    assert costs.copy_seconds > COPY / 2
+        observe(costs, 50, copies(50))
+    assert costs.save_seconds > COPY / 2
 
 
 # -- In a scheduler ---------------------------------------------------------------------------------------------------
@@ -184,7 +200,7 @@ class Timed(Workshop):
 def copies_late_by(*seconds):
     """Times of transfers, of which the first take so much longer."""
     extra = chain(seconds, repeat(0.0))
-    return lambda blocks: copies(blocks) + next(extra)
+    return lambda blocks: copies(blocks) + next(extra) if blocks else 0.0
 
 
 @every_depth
@@ -208,7 +224,7 @@ def test_a_way_that_is_slow_for_good_holds_up_nobody(depth):
     policy = make_policy("priority", 30.0)
     shop = Timed(60, lambda blocks: 0.1 * blocks, depth=depth, policy=policy)
     shop.returned([0] * 200)
-    shop.scheduler.pool.tier.costs.observe_copies(10, 1.0)
+    observe(shop.scheduler.pool.tier.costs, 10, 1.0)
     for n in range(1, 21):
         low = shop.submit([n] * 200, 40, priority=0)
         turn_until(shop, lambda low=low: shop.known_outputs(low) > 1)
@@ -229,7 +245,7 @@ def test_a_few_blocks_come_back_when_that_is_tried(depth):
         shop.returned([n] * 200)
     costs = shop.scheduler.pool.tier.costs
     for _ in range(40):
-        costs.observe_copies(50, 50 * 0.001)
+        observe(costs, 50, 50 * 0.001)
     assert not costs.pays(1)
     few = 4 * costs.copies_per_step
     assert 0 < few < 100

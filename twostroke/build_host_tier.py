@@ -51,18 +51,21 @@ def make_host_tier(
 
 
 def _warm_up(blocks: HostBlocks, count: int, device: Device, costs: CopyCosts) -> None:
-    """Copy the dummy block there and back, which compiles what copies need; then learn what `count` copies take."""
+    """Copy the dummy block there and back, which compiles what copies need; then learn what `count` copies take.
+
+    NOTE: they all go to the dummy block, but all are of it, too.
+    """
     index = torch.zeros(count, dtype=torch.int32, device=device.torch_device)
     device.synchronize()
     device.offload.run(partial(blocks.save, index[:1], [0]))
     device.offload.run(partial(blocks.load, [0], index[:1]))
-    for _ in range(_TRIALS):
+    for copy in [partial(blocks.save, index, range(count)), partial(blocks.load, range(count), index)] * _TRIALS:
         device.offload.run(device.offload_meter.begin)
-        device.offload.run(partial(blocks.save, index, range(count)))
+        device.offload.run(copy)
         device.offload.run(device.offload_meter.end)
     done = device.event()
     device.offload.record(done)
     done.synchronize()
-    for _ in range(_TRIALS):
+    for observe in [costs.observe_saves, costs.observe_loads] * _TRIALS:
         began, ended = device.offload_meter.read()
-        costs.observe_copies(count, ended - began)
+        observe(count, ended - began)

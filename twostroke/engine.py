@@ -38,8 +38,9 @@ class EngineStats:
         prefix_hit_tokens: tokens that were taken from the prefix cache and not computed, in all. host_hit_tokens: those
             of them that came back from host memory.
         host_blocks: blocks that lie in host memory. offloaded_blocks, returned_blocks: copied there and back, in all.
-        block_copy_seconds, block_compute_seconds: what the engine knows of how long it takes to copy a block there or
-            back, and to compute it, by which it chooses; 0 while it knows nothing, or without `offload_bytes`.
+        block_save_seconds, block_load_seconds, block_compute_seconds: what the engine knows of how long it takes to
+            copy a block there, back, and to compute it, by which it chooses; 0 while it knows nothing, or without
+            `offload_bytes`.
         preemptions: how often a sample was put back, in all.
         steps: steps done.
         generated_tokens: tokens that they sampled, in all. prompt_tokens: tokens of prompts that they computed, in all.
@@ -63,7 +64,8 @@ class EngineStats:
     host_blocks: int
     offloaded_blocks: int
     returned_blocks: int
-    block_copy_seconds: float
+    block_save_seconds: float
+    block_load_seconds: float
     block_compute_seconds: float
     preemptions: int
     steps: int
@@ -194,7 +196,8 @@ class Engine(Front):
             host_blocks=scheduler.host_blocks,
             offloaded_blocks=scheduler.offloaded_blocks,
             returned_blocks=scheduler.returned_blocks,
-            block_copy_seconds=scheduler.block_copy_seconds,
+            block_save_seconds=scheduler.block_save_seconds,
+            block_load_seconds=scheduler.block_load_seconds,
             block_compute_seconds=scheduler.block_compute_seconds,
             preemptions=scheduler.preemptions,
             steps=activity.steps,

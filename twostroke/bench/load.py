@@ -77,8 +77,12 @@ def need_cuda(name: str) -> None:
 
 
 def block_figures(stats: EngineStats) -> dict[str, float]:
-    """What the engine chose by, between copies of a block and computing it: microseconds of each."""
-    return {"block_copy_us": 1e6 * stats.block_copy_seconds, "block_compute_us": 1e6 * stats.block_compute_seconds}
+    """What the engine chose by, between copies and computing again: microseconds of a block."""
+    return {
+        "block_save_us": 1e6 * stats.block_save_seconds,
+        "block_load_us": 1e6 * stats.block_load_seconds,
+        "block_compute_us": 1e6 * stats.block_compute_seconds,
+    }
 
 
 def random_prompt(rng: random.Random, model: Model, length: int) -> list[int]:

@@ -88,7 +88,8 @@ def _time_round(engine: Engine, loop: str, prompts: list[list[int]], say: Callab
     answers, rates = _time_cases(engine, prompts), block_figures(engine.stats())
     whole = _found(prompts[0])
     if computed := sum(answer.cached < whole for answer in answers["host hit"]):
-        say(f"{computed} of {len(answers['host hit'])} host hits were computed again, by the engine's choice: {rates}")
+        by = ", ".join(f"{name} {value:.1f}" for name, value in rates.items())
+        say(f"{computed} of {len(answers['host hit'])} host hits were computed again, by the engine's choice: {by}")
     return {case: _run(loop, every, rates) for case, every in answers.items()}
 
 

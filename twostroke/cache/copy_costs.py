@@ -8,7 +8,7 @@ FIRST_COPIES = 64
 """Blocks that are copied beside a step while nothing is known of how long either takes."""
 
 RETRY_EVERY = 64
-"""Of so many times that copies would not pay, some are made all the same once, to see again what they take."""
+"""Once in so many times that copies would not pay, a few are made all the same, to see again what they take."""
 
 _HALF_LIFE = 512
 """Blocks, copied or computed, after which what was known counts for half beside what is new."""
@@ -17,10 +17,10 @@ _STEPS_HALF_LIFE = 8
 """The same of steps, of which the mean is known."""
 
 _OUTLIER = 4
-"""What takes longer than is known of copies, so many times and more, is cut: it may be a hiccup."""
+"""Copies that take more than so many times what is known of them are cut there: it may be a hiccup."""
 
 _SHORTEST = 1e-9
-"""Seconds per block that no copy takes less than."""
+"""Seconds per block, which no copy takes less than."""
 
 _STEP_SHARE = 0.5
 """Share of a step's time that the copies made beside it may take, so that they are done when it is."""
@@ -59,10 +59,10 @@ class _Rate:
 class CopyCosts:
     """Says whether copies between device and host pay, by the times that steps and copies took.
 
-        copy       seconds per block, of copies either way
-        compute    seconds per prompt token: what a step with prompts takes beyond what its lanes take alone
+        save, load    seconds per block, of copies to the host and back
+        compute       seconds per prompt token: what a step with prompts takes beyond what its lanes take alone
 
-    As long as one of the two is not known, copies pay: that is how it gets known. An engine measures copies at start.
+    As long as one of them is not known, copies pay: that is how it gets known. An engine measures copies at start.
 
     What disturbs the measurement of a copy only makes it longer: what it takes to begin, most of which is the host's, a
     kernel that is compiled or memory that is allocated meanwhile, a step that keeps the device busy. So what is shorter
@@ -76,19 +76,18 @@ class CopyCosts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._copy, self._token = _Rate(_HALF_LIFE), _Rate(_HALF_LIFE * block_size)
+        self._save, self._load = _Rate(_HALF_LIFE), _Rate(_HALF_LIFE)
+        self._token = _Rate(_HALF_LIFE * block_size)
         self._alone, self._step = _Rate(_STEPS_HALF_LIFE), _Rate(_STEPS_HALF_LIFE)
         self._refused: Counter[int] = Counter()
 
-    def observe_copies(self, blocks: int, seconds: float) -> None:
-        """Learn from copies of so many blocks, which took `seconds` on their stream."""
-        seconds = max(seconds, _SHORTEST * blocks)
-        if self._copy.known:
-            expected = blocks * self._copy.value
-            if seconds < expected:
-                self._copy.forget()
-            seconds = min(seconds, _OUTLIER * expected)
-        self._copy.learn(seconds, blocks)
+    def observe_saves(self, blocks: int, seconds: float) -> None:
+        """Learn from copies of so many blocks to the host, which took `seconds` on their stream."""
+        _learn_copies(self._save, blocks, seconds)
+
+    def observe_loads(self, blocks: int, seconds: float) -> None:
+        """The same of copies back."""
+        _learn_copies(self._load, blocks, seconds)
 
     def observe_step(self, lanes: int, prompt_tokens: int, seconds: float) -> None:
         """Learn from a step of so many rows that decoded and so many prompt tokens."""
@@ -101,23 +100,29 @@ class CopyCosts:
             self._token.learn(max(0.0, seconds - self._alone.value), prompt_tokens)
 
     @property
-    def copy_seconds(self) -> float:
-        """Of a block, one way; 0 if not known."""
-        return self._copy.value if self._copy.known else 0.0
+    def save_seconds(self) -> float:
+        """To copy a block to the host; 0 if not known."""
+        return self._save.value if self._save.known else 0.0
+
+    @property
+    def load_seconds(self) -> float:
+        """To copy a block back; 0 if not known."""
+        return self._load.value if self._load.known else 0.0
 
     @property
     def compute_seconds(self) -> float:
-        """Of a block's tokens; 0 if not known."""
+        """To compute a block; 0 if not known."""
         return self._block_size * self._token.value if self._token.known else 0.0
 
     def pays(self, copies: int) -> bool:
-        """Whether to copy a block so many times takes less than to compute it again."""
-        if not self._copy.known or not self._token.known:
+        """Whether it takes less than to compute a block again: to bring it back, 1 copy, or to save it first, 2."""
+        rates = (self._load, self._save)[:copies]
+        if not self._token.known or not all(rate.known for rate in rates):
             return True
-        return copies * self.copy_seconds < self.compute_seconds
+        return sum(rate.value for rate in rates) < self.compute_seconds
 
     def worthwhile(self, blocks: int, copies: int) -> int:
-        """How many of so many blocks, 1 or more, to copy `copies` times each instead of computing them again.
+        """How many of so many blocks, 1 or more, to copy instead of computing them again; `copies` as in `pays`.
 
         All if that pays. Else none, or, now and then, a few that a step has time for.
         """
@@ -130,9 +135,20 @@ class CopyCosts:
     @property
     def copies_per_step(self) -> int:
         """Blocks that can be copied while a step runs, at least 1."""
-        if not self._copy.known or not self._step.known:
+        slower = max(self.save_seconds, self.load_seconds)
+        if not slower or not self._step.known:
             return FIRST_COPIES
-        return max(1, int(_STEP_SHARE * self._step.value / self._copy.value))
+        return max(1, int(_STEP_SHARE * self._step.value / slower))
+
+
+def _learn_copies(rate: _Rate, blocks: int, seconds: float) -> None:
+    seconds = max(seconds, _SHORTEST * blocks)
+    if rate.known:
+        expected = blocks * rate.value
+        if seconds < expected:
+            rate.forget()
+        seconds = min(seconds, _OUTLIER * expected)
+    rate.learn(seconds, blocks)
 
 
 def _is_retried(refused: int) -> bool:

@@ -19,10 +19,10 @@ NO_TRANSFER = -1
 class Link(Protocol):
     """Who makes the copies."""
 
-    def poll(self) -> Iterable[tuple[int, int, float]]:
+    def poll(self) -> Iterable[tuple[int, int, float, int, float]]:
         """The transfers that were done since the last call, oldest first; never waits.
 
-        Of each the step whose plan carried it, the blocks that it copied, and the seconds that it took.
+        Of each the step whose plan carried it, the blocks that it saved, the seconds that took, and both of loads.
         """
 
 
@@ -87,9 +87,12 @@ class HostTier:
 
     def begin(self, step: int) -> None:
         """Begin the plan of `step`."""
-        for done, blocks, seconds in self._link.poll():
+        for done, saved, saving, loaded, loading in self._link.poll():
             self._done = done
-            self.costs.observe_copies(blocks, seconds)
+            if saved:
+                self.costs.observe_saves(saved, saving)
+            if loaded:
+                self.costs.observe_loads(loaded, loading)
         self._step = step
 
     def has(self, digest: bytes) -> bool:

@@ -25,11 +25,17 @@ class Blocks(Protocol):
 
 
 class Done(NamedTuple):
-    """A transfer that is done: the step whose plan carried it, the blocks it copied, and the seconds it took."""
+    """A transfer that is done: the step whose plan carried it, the blocks it saved and loaded, and what each took.
+
+    Attributes:
+        saving, loading: seconds.
+    """
 
     step: int
-    blocks: int
-    seconds: float
+    saved: int
+    saving: float
+    loaded: int
+    loading: float
 
 
 class _Transfer:
@@ -42,7 +48,7 @@ class _Transfer:
         self.index = device.host_buffer(most)
         self.free = device.event()
         self.done = device.event()
-        self.step = self.blocks = 0
+        self.step = self.saved = self.loaded = 0
 
 
 class Transfers:
@@ -74,9 +80,9 @@ class Transfers:
             return
         device, stream = self._device, self._device.offload
         transfer = self._spare.pop() if self._spare else _Transfer(device, self._most)
-        transfer.step, transfer.blocks = plan.step, len(plan.saves) + len(plan.loads)
+        transfer.step, transfer.saved, transfer.loaded = plan.step, len(plan.saves), len(plan.loads)
         numbers: np.ndarray = transfer.index.numpy()
-        numbers[: transfer.blocks] = np.concatenate([plan.saves[:, 0], plan.loads[:, 1]])
+        numbers[: transfer.saved + transfer.loaded] = np.concatenate([plan.saves[:, 0], plan.loads[:, 1]])
         if len(plan.loads):
             device.compute.record(transfer.free)
             stream.wait(transfer.free)
@@ -86,15 +92,17 @@ class Transfers:
 
     def _copy(self, transfer: _Transfer, saved: list[int], loaded: list[int]) -> None:
         """The work on the offload stream."""
-        meter = self._device.offload_meter
-        meter.begin()
+        meter, count = self._device.offload_meter, len(saved) + len(loaded)
         # NOTE: allocated here, so that its memory belongs to this stream.
-        blocks = transfer.index[: transfer.blocks].to(self._device.torch_device, non_blocking=True)
+        blocks = transfer.index[:count].to(self._device.torch_device, non_blocking=True)
         if saved:
+            meter.begin()
             self._blocks.save(blocks[: len(saved)], saved)
+            meter.end()
         if loaded:
+            meter.begin()
             self._blocks.load(loaded, blocks[len(saved) :])
-        meter.end()
+            meter.end()
 
     def hold_back(self, step: int) -> None:
         """Hold back the compute stream until the transfer of the plan of `step`, and all before it, are done."""
@@ -107,10 +115,14 @@ class Transfers:
         done = []
         while self._in_flight and self._in_flight[0].done.is_done():
             transfer = self._in_flight.popleft()
-            began, ended = self._device.offload_meter.read()
-            done.append(Done(transfer.step, transfer.blocks, ended - began))
+            saving, loading = (self._seconds() if count else 0.0 for count in (transfer.saved, transfer.loaded))
+            done.append(Done(transfer.step, transfer.saved, saving, transfer.loaded, loading))
             self._spare.append(transfer)
         return done
+
+    def _seconds(self) -> float:
+        began, ended = self._device.offload_meter.read()
+        return ended - began
 
     def finish(self) -> None:
         """Wait on the host until nothing is in flight: before the cache is let go of."""

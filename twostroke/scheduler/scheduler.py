@@ -259,7 +259,7 @@ class Scheduler:
         if (tier := pool.tier) is None:
             return SchedulerStats(waiting, self.rows.running, *counts)
         host = tier.used, tier.offloaded, tier.returned, self.prefixes.host_hit_tokens
-        seconds = tier.costs.copy_seconds, tier.costs.compute_seconds
+        seconds = tier.costs.save_seconds, tier.costs.load_seconds, tier.costs.compute_seconds
         return SchedulerStats(waiting, self.rows.running, *counts, *host, *seconds)
 
     def on_begun(self, tell: Callable[[Sample], None]) -> None:

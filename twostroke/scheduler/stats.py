@@ -20,8 +20,8 @@ class SchedulerStats:
         host_blocks: blocks that the host tier holds.
         offloaded_blocks, returned_blocks: copied to the host and back, since the start.
         host_hit_tokens: those of `prefix_hit_tokens` that came back from the host.
-        block_copy_seconds, block_compute_seconds: what is known of how long it takes to copy a block to the host or
-            back, and to compute it; 0 while nothing is, or without a host tier.
+        block_save_seconds, block_load_seconds, block_compute_seconds: what is known of how long it takes to copy a
+            block to the host, back, and to compute it; 0 while nothing is, or without a host tier.
     """
 
     waiting: int
@@ -35,5 +35,6 @@ class SchedulerStats:
     offloaded_blocks: int = 0
     returned_blocks: int = 0
     host_hit_tokens: int = 0
-    block_copy_seconds: float = 0.0
+    block_save_seconds: float = 0.0
+    block_load_seconds: float = 0.0
     block_compute_seconds: float = 0.0
