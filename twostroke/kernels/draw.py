@@ -12,10 +12,12 @@ import math
 import triton
 import triton.language as tl
 
+from .band import weigh_kept_splits
 from .barred_logits import gaps, num_barred
 from .philox import PURPOSE_SPLIT, PURPOSE_TOKEN
 from .philox_triton import gumbel, numbered_words
-from .splits import first_largest, load_weights
+from .radius import find_radius
+from .splits import first_largest, load_splits, load_weights
 
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -53,6 +55,9 @@ def draw(
     vocab,
     rows,
     temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
     seeds_low,
     seeds_high,
     outputs,
@@ -60,12 +65,17 @@ def draw(
     stop_ids,
     stop_stride,
     bests,
+    nears,
+    fars,
     radii,
     centers,
     spreads,
     split_values,
     split_weights,
     num_splits,
+    inner_weights,
+    band_counts,
+    band,
     tokens,
     chances,
     TYPICAL: tl.constexpr,
@@ -76,27 +86,70 @@ def draw(
 ):
     """The token of a sampled row, and with CHANCES its log-probability; grid [S], SPLITS >= 4.
 
-    Rows without a filter take the weights of their splits from the survey. For the others the splits that hold kept
-    tokens are weighed anew.
+    Rows without a filter take the weights of their splits from the survey, others from their band. Where that does not
+    do, and with TYPICAL, which has radii found before, the splits that hold kept tokens are weighed anew.
     """
     position = tl.program_id(0)
-    radius = tl.load(radii + position)
-    if radius >= 0.0:
+    far = tl.load(fars + position)
+    if far >= 0.0:
         row = tl.load(rows + position)
         best = tl.load(bests + position)
         temperature = tl.load(temperatures + row)
         row_logits = logits + position.to(tl.int64) * logits_stride
         row_stops = stop_ids + row
         barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
-        center = tl.load(centers + position)
-        spread = tl.load(spreads + position)
-        filtered = radius < _INFINITY
-        if TYPICAL:
-            filtered = filtered | (spread < _INFINITY)
+        filtered = tl.load(nears + position) < _INFINITY
         lanes = tl.arange(0, SPLITS)
         weights = load_weights(
             split_values, split_weights, position, num_splits, best, tl.div_rn(-_LOG2_E, temperature), SPLITS
         )
+        center = temperature * 0.0
+        radius = center + _INFINITY
+        spread = radius
+        if TYPICAL:
+            radius = tl.load(radii + position)
+            center = tl.load(centers + position)
+            spread = tl.load(spreads + position)
+            filtered = filtered | (spread < _INFINITY)
+        elif filtered:
+            inner = load_splits(inner_weights, position, num_splits, 0.0, SPLITS)
+            counts = load_splits(band_counts, position, num_splits, 0, SPLITS)
+            radius, banded = find_radius(
+                row_logits,
+                vocab,
+                row_stops,
+                stop_stride,
+                barred,
+                best,
+                temperature,
+                tl.load(top_ks + row),
+                tl.load(top_ps + row),
+                tl.load(min_ps + row),
+                far,
+                split_values,
+                split_weights,
+                inner,
+                counts,
+                position,
+                num_splits,
+                band,
+                SPLIT,
+                SPLITS,
+            )
+            if banded:
+                weights = weigh_kept_splits(
+                    band,
+                    position,
+                    num_splits,
+                    counts,
+                    inner,
+                    best,
+                    temperature,
+                    radius,
+                    SPLITS,
+                    SPLIT // SPLITS,
+                )
+            filtered = banded == 0
         if filtered:
             weights = tl.zeros((SPLITS,), tl.float32)
             for split in range(0, num_splits):
