@@ -65,12 +65,12 @@ def test_errors_are_told_and_split_off(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--engine-seed", "2"), "seed=2"),
+        (("--engine-seed", "2"), "twostroke: engine_seed=2, and was engine_seed=1 when"),
         (("--limit", "3"), "limit=3"),
         (("--shard", "1/2"), "shard='1/2'"),
-        (("--served-model-name", "x"), "model_name='x'"),
+        (("--served-model-name", "x"), "served_model_name='x'"),
         (("--max-model-len", "100"), "max_model_len=100"),
-        (("--errors", "bad"), "errors='bad'"),
+        (("--errors", "bad"), "/bad', and was errors=None"),
     ],
 )
 def test_other_arguments_are_refused(tmp_path, monkeypatch, flags, message):
@@ -109,7 +109,23 @@ def test_another_input_is_refused(tmp_path):
     write_lines(source, plain(3))
     result = run(source, "-o", tmp_path / "out", *TINY)
     assert result.exit_code == 2
-    assert "input=" in result.stderr
+    assert "twostroke: the input differs from what it was when" in result.stderr
+
+
+def test_the_same_batch_may_be_written_differently(tmp_path, saved, monkeypatch):
+    """Defaults may be left out, and files named from another folder or by a link."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one").symlink_to(saved("llama")[0])
+    source = write_lines(tmp_path / "in", [*plain(2), {"prompt": [3], "max_tokens": 2, "model": str(tmp_path / "one")}])
+    same = ("-o", tmp_path / "out", "--device", "cpu", "--num-blocks", "64")
+    assert run(source, *same, "--model", "one", "--errors", "bad").exit_code == 0
+    flags = ("--impl", "auto", "--dtype", "auto", "--errors", "./bad")
+    for model in ("./one", tmp_path / "one", saved("llama")[0]):
+        result = run(source, *same, "--model", model, *flags)
+        assert result.exit_code == 0, result.output
+    result = run(source, *same, "--model", "tiny", *flags)
+    assert result.exit_code == 2
+    assert "model='tiny', and was model='/" in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["--output", "--errors"])

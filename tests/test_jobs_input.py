@@ -149,7 +149,11 @@ def test_seeds_follow_from_the_line():
         ({"prompt": [1], "max_tokens": "7"}, "max_tokens='7'"),
         ({"prompt": [1], "stream": True}, "stream=true"),
         ({"prompt": [1], "stream_options": {}}, "stream_options"),
-        ({"prompt": [1], "model": "gpt-4o"}, "the model 'gpt-4o' does not exist here; there is 'tiny'"),
+        (
+            {"prompt": [1], "model": "my gpt"},
+            "the model 'my gpt' does not exist here; there is 'tiny'; --served-model-name 'my gpt' lets",
+        ),
+        ({"prompt": [1], "model": "~no\0body" * 999}, "does not exist here"),
         ({"prompt": [1], "echo": True}, "echo needs a tokenizer"),
         ({"prompt": "text"}, "no tokenizer"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no tokenizer"),

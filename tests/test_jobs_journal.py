@@ -11,7 +11,9 @@ import pytest
 from twostroke import InvalidRequest
 from twostroke.jobs import journal as journal_module
 from twostroke.jobs.batch_output import BatchOutput, journal_of
+from twostroke.jobs.identity import identity
 from twostroke.jobs.journal import ranges
+from twostroke.model.load import DEFAULT_MODEL
 from twostroke.openai.errors import ApiError
 
 LINES = [1, 2, 3, 5, 8, 9, 10, 11]
@@ -133,9 +135,23 @@ def test_damage_before_the_end_is_refused(tmp_path):
 def test_another_batch_is_refused_by_the_name_of_what_differs(tmp_path):
     answer_rest(tmp_path)
     before = (tmp_path / "out").read_bytes()
-    with pytest.raises(InvalidRequest, match=r"^seed=3, but '.*' is of a batch with seed=None"):
+    with pytest.raises(InvalidRequest, match=r"^engine_seed=3, and was engine_seed=None when '.*' was begun"):
         open_output(tmp_path, seed=3)
     assert (tmp_path / "out").read_bytes() == before
+
+
+OLD = {"model": None, "impl": None, "dtype": None, "max_model_len": None, "deterministic": None, "seed": None}
+REST = {"errors": None, "model_name": DEFAULT_MODEL, "limit": None, "shard": "1/1", "input": "x"}
+
+
+def test_a_journal_that_names_no_default_goes_on(tmp_path):
+    """Of an earlier version, which wrote down what was given."""
+    BatchOutput(tmp_path / "out", None, OLD | REST).close()
+    given = {"model": DEFAULT_MODEL, "dtype": "auto", "deterministic": False}
+    for engine in ({}, given):
+        BatchOutput(tmp_path / "out", None, identity(engine, None, DEFAULT_MODEL, None, "1/1", "x")).close()
+    with pytest.raises(InvalidRequest, match=r"^dtype='float32', and was dtype='auto' when"):
+        BatchOutput(tmp_path / "out", None, identity({"dtype": "float32"}, None, DEFAULT_MODEL, None, "1/1", "x"))
 
 
 def test_a_file_that_is_no_output_is_left_alone(tmp_path):

@@ -21,14 +21,12 @@ from .batch_progress import BatchProgress
 from .batch_request import RequestReader
 from .batch_run import BatchRun
 from .estimate import Estimate, estimate
+from .identity import identity
 from .journal import Totals
 from .stdin_copy import stdin_copied
 
 if TYPE_CHECKING:
     from .ray_run import RayRun
-
-DECIDING = ("model", "impl", "dtype", "max_model_len", "deterministic", "seed")
-"""Arguments of the engine that decide what an answer is. The others may differ when a batch goes on."""
 
 OnError = Callable[[int, ApiError], None]
 """Called with the number of a line that failed, and why."""
@@ -110,11 +108,7 @@ class BatchJob:
             yield BatchInput(copy, self.limit, self.shard)
 
     def _identity(self, digest: str) -> dict[str, Any]:
-        deciding = {name: self.engine.get(name) for name in DECIDING}
-        deciding = {name: os.fspath(value) if name == "model" and value else value for name, value in deciding.items()}
-        errors = None if self.errors is None else os.fspath(self.errors)
-        own = {"errors": errors, "model_name": self.name, "limit": self.limit, "shard": str(self.shard)}
-        return {**deciding, **own, "input": digest}
+        return identity(self.engine, self.errors, self.name, self.limit, str(self.shard), digest)
 
     def _answer(
         self, source: BatchInput, survey: Survey, output: BatchOutput, on_error: OnError, progress: bool | None

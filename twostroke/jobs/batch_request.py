@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from ..model.load import lasting_name
 from ..openai.answers import Answer
 from ..openai.call import check_outputs
 from ..openai.chat import ChatRequest
@@ -135,10 +137,20 @@ class RequestReader:
         return BatchRequest(line.number, custom_id(line), prompts, params, answer, body.names(), tokens)
 
     def _check(self, body: Any) -> None:
-        check_model(body.model, self._model_name)
+        self._check_model(body.model)
         if body.stream:
             raise ApiError(400, "stream=true is not supported in a batch", param="stream")
         body.check_stream()
+
+    def _check_model(self, given: str | None) -> None:
+        """A folder may be called by any of its paths, as in the command; there is a flag for what is no name here."""
+        if given is None or lasting_name(given) == lasting_name(self._model_name):
+            return
+        try:
+            check_model(given, self._model_name)
+        except ApiError as error:
+            hint = f"{error.message}; --served-model-name {shlex.quote(given)} lets lines call it so"
+            raise ApiError(error.status, hint, param=error.param, code=error.code) from error
 
 
 def _split(line: Line) -> tuple[str, bytes]:

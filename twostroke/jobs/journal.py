@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidRequest, shown
+from ..errors import InvalidRequest
+from .identity import difference
 
 VERSION = 1
 
@@ -186,12 +187,10 @@ class Journal:
             )
 
     def _compare(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-        for name in dict.fromkeys((*ours, *theirs)):
-            if theirs.get(name) != ours.get(name):
-                raise InvalidRequest(
-                    f"{name}={shown(ours.get(name))}, but {str(self.path)!r} is of a batch with "
-                    f"{name}={shown(theirs.get(name))}: give the same arguments, or another output"
-                )
+        if differs := difference(ours, theirs):
+            raise InvalidRequest(
+                f"{differs} when {str(self.path)!r} was begun: give the same input and arguments, or another output"
+            )
 
 
 def _encode(record: Mapping[str, Any]) -> bytes:

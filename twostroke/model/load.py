@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,15 @@ def model_files(name: str | os.PathLike[str]) -> tuple[Path | None, dict[str, An
     """
     directory = None if name in PRESETS else _find_directory(name)
     return directory, dict(PRESETS[str(name)]) if directory is None else _read_json(directory / "config.json")
+
+
+def lasting_name(name: str | os.PathLike[str]) -> str:
+    """Return a model's name as it holds in any working folder: a folder's or file's real path; else the name itself."""
+    if name != DEFAULT_MODEL and name not in PRESETS:
+        with suppress(ValueError):  # of what cannot be a path, such as a NUL
+            if os.path.exists(path := os.path.expanduser(name)):
+                return os.path.realpath(path)
+    return os.fspath(name)
 
 
 def max_positions(config: Mapping[str, Any], impl: str = "auto") -> int:
