@@ -143,7 +143,9 @@ def served(model: Any, *flags: str, stderr: Any = None, **environment: str) -> I
     command += ["--served-model-name", MODEL, *flags]
     root = Path(__file__).parent.parent
     environ = os.environ | {"PYTHONPATH": os.fspath(root)} | environment
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ, cwd=root)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ, cwd=root, start_new_session=True
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -13,8 +13,9 @@ from .. import errors
 from ..errors import EngineDead, TwostrokeError
 from .api_process import Task, run_api_process
 from .board import Board
-from .engine_child import EngineChild, signals_blocked
+from .engine_child import EngineChild
 from .settings import ServerSettings
+from .spawned import spawn
 from .wire import Drain, NewEngine, Refused, decode_from_api, encode
 
 
@@ -40,10 +41,7 @@ class ApiChild:
             attached = None if engine is None else (engine.attach(), engine.ready)
         level = logging.getLogger("twostroke").getEffectiveLevel()
         task = Task(settings, seed, level, board, listener, there, attached)
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=run_api_process, args=(task,), name="twostroke-api")
-        with signals_blocked():
-            self._process.start()
+        self._process = spawn(run_api_process, task, name="twostroke-api")
         there.close()
         if attached is not None:
             attached[0].close()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
 from .. import errors
 from ..errors import EngineDead, TwostrokeError
+from .spawned import spawn
 from .wire import Attach, Close, Died, Ready, Refused, decode_from_child, encode
 
 CLOSE_SECONDS = 30.0
@@ -65,11 +65,7 @@ class EngineChild:
         self._over = threading.Event()
         self._attaching = threading.Lock()
         self._connection, there = multiprocessing.Pipe()
-        # NOTE: spawned, since neither threads nor CUDA survive a fork.
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=target, args=(there, dict(arguments)), name="twostroke-engine")
-        with signals_blocked():
-            self._process.start()
+        self._process = spawn(target, there, dict(arguments), name="twostroke-engine")
         there.close()  # the engine process has the only other end now, and the connection ends when it dies
         atexit.register(self.hang_up)  # before multiprocessing waits for its processes there
         try:
@@ -152,19 +148,6 @@ class EngineChild:
         atexit.unregister(self.hang_up)
         if not self._closing:
             self._on_end()
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """A process that is started meanwhile never sees the signals of a terminal or a service: this one acts on them.
-
-    Those that come meanwhile reach it a little later.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def hang_up(connection: Connection) -> None:
