@@ -36,6 +36,8 @@ def test_answers_and_a_summary(tmp_path):
     assert len(read_lines(tmp_path / "out")) == 9
     again = run(tmp_path / "in", "-o", tmp_path / "out", *TINY)
     assert again.exit_code == 0
+    assert "complete already" in again.stderr
+    assert "complete already" not in result.stderr
     assert len(read_lines(tmp_path / "out")) == 9
 
 
@@ -159,6 +161,45 @@ def test_who_interrupts_is_told_how_it_goes_on(tmp_path):
     assert len(read_lines(tmp_path / "out")) == 4
 
 
+def test_who_interrupts_before_an_answer_is_not_told_of_one(tmp_path):
+    arguments = (write_lines(tmp_path / "in", plain(4)), "-o", tmp_path / "out", *TINY)
+    with mock.patch("twostroke.jobs.batch_job.Engine", side_effect=KeyboardInterrupt):
+        result = run(*arguments)
+    assert result.exit_code == 130
+    assert "interrupted; nothing was written yet" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_stops_a_batch_before_an_answer_names_no_journal(tmp_path):
+    arguments = (write_lines(tmp_path / "in", plain(4)), "-o", tmp_path / "out", *TINY)
+    with mock.patch("twostroke.jobs.batch_job.Engine", side_effect=ConnectionError("no cluster is there.\n")):
+        result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr == "twostroke: no cluster is there. Nothing was written yet\n"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--errors"])
+@pytest.mark.parametrize("place", ["-", "./-", "/dev/stdout", "/dev/fd/1", "/dev/null", "."])
+def test_answers_need_a_file(tmp_path, monkeypatch, place, flag):
+    """What cannot be read again and cut is nothing to go on from; a shell may also have made a file of /dev/stdout."""
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(tmp_path / "in", plain(2))
+    for more in ((), ("--dry-run",)):
+        result = run(source, "-o", "out", flag, place, *TINY, *more)
+        assert result.exit_code == 2
+        assert f"{flag[2:]}='{Path(place)}' is no regular file" in result.stderr
+    assert "output=None: answers need a file" in run(source, *TINY).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_dry_run_of_stdin_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["batch", "-", *TINY, "--dry-run"], input=b'{"prompt": [3, 4]}')
+    assert result.exit_code == 0, result.output
+    assert "1 request, 0 of which cannot be answered\n2 prompt tokens" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
 def test_stdin_may_be_gzipped(tmp_path):
     data = gzip.compress(write_lines(tmp_path / "in", plain(4)).read_bytes())
     for _ in range(2):  # the second time all is there
@@ -197,8 +238,8 @@ def test_a_dry_run_counts_and_estimates(tmp_path):
     bench = Result(benchmark="small", gpu="X", workload={"model": "tiny", "prompt_tokens": 2}, runs=(measured,))
     flags = (*TINY, "--dry-run", "--bench", bench.write(tmp_path / "bench.json"), "--price", 7200)
     source = write_lines(tmp_path / "in", lines)
-    result = run(source, "-o", tmp_path / "out", *flags)
-    assert result.exit_code == 0, result.output
+    result = run(source, *flags)
+    assert result.exit_code == 1, result.output
     assert result.stdout.splitlines() == [
         "3 requests, 1 of which cannot be answered",
         "15 prompt tokens, at most 25 output tokens",
@@ -251,8 +292,8 @@ def test_without_the_extra_it_is_named(tmp_path, monkeypatch):
 def test_a_dry_run_knows_how_long_a_text_can_get(saved, tmp_path, family):
     """Whichever kind of model will run, and whatever its configuration calls the number of its positions."""
     lines = write_lines(tmp_path / "in", [{"prompt": [1, 2, 3], "max_tokens": 1000}, {"prompt": [[1], [1] * 256]}])
-    result = run(lines, "-o", tmp_path / "out", "--model", saved(family)[0], "--dry-run")
-    assert result.exit_code == 0, result.output
+    result = run(lines, "--model", saved(family)[0], "--dry-run")
+    assert result.exit_code == 1, result.output
     assert "2 requests, 1 of which cannot be answered" in result.stdout
     assert "3 prompt tokens, at most 253 output tokens" in result.stdout
     assert "line 2: prompt of 256 tokens leaves no room for output: max_model_len=256" in result.stderr

@@ -73,7 +73,7 @@ def at_answer(monkeypatch):
 @pytest.mark.usefixtures("small_batches")
 def test_answers_are_those_of_one_engine(ray_cluster, case, tmp_path):
     source, expected = case
-    totals = on_ray(ray_cluster, source, tmp_path / "out").run(print)
+    totals = on_ray(ray_cluster, source, tmp_path / "out").run(print).totals
     assert tokens_by_id(tmp_path / "out") == expected
     assert (totals.requests, totals.failed) == (160, 0)
     assert totals.completion_tokens == sum(len(tokens) for choices in expected.values() for tokens in choices)
@@ -147,7 +147,7 @@ def test_bad_lines_hurt_no_other(ray_cluster, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", lines)
     told = []
     job = on_ray(ray_cluster, source, tmp_path / "out", errors=tmp_path / "errors")
-    totals = job.run(lambda line, error: told.append((line, error.code)))
+    totals = job.run(lambda line, error: told.append((line, error.code))).totals
     assert (totals.requests, totals.failed) == (6, 3)
     assert sorted(told) == [(2, "invalid_json"), (4, "invalid_value"), (6, "duplicate_custom_id")]
     assert sorted(line["error"]["line"] for line in read_lines(tmp_path / "errors")) == [2, 4, 6]

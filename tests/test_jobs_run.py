@@ -17,7 +17,7 @@ from watching import quiet
 from twostroke import Engine, EngineDead, QueueFull, SamplingParams
 from twostroke.errors import BatchStopped
 from twostroke.jobs.batch_input import BatchInput
-from twostroke.jobs.batch_job import BatchJob
+from twostroke.jobs.batch_job import BatchJob, Outcome
 from twostroke.jobs.batch_output import BatchOutput
 from twostroke.jobs.batch_progress import BatchProgress
 from twostroke.jobs.batch_request import RequestReader
@@ -173,7 +173,7 @@ def test_a_dead_engine_stops_the_batch_and_another_goes_on(tmp_path):
     assert isinstance(caught.value.__cause__, EngineDead)
     done = len(read_lines(tmp_path / "out"))
     assert done < 30
-    totals = job.run(print)
+    totals = job.run(print).totals
     assert (totals.requests, totals.failed) == (30, 0)
     assert len(tokens_by_id(tmp_path / "out")) == 30
 
@@ -210,16 +210,17 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path, place):
     finally:
         sys.setprofile(None)
     assert 0 < len(read_lines(tmp_path / "out")) < 30
-    assert job.run(print).requests == 30
+    assert job.run(print).totals.requests == 30
     assert len(tokens_by_id(tmp_path / "out")) == 30
 
 
 def test_a_complete_batch_needs_no_engine(tmp_path):
     job = BatchJob(source=write_lines(tmp_path / "in", plain(5)), output=tmp_path / "out", engine=ENGINE)
     first = job.run(print)
+    assert first.answered == 5
     before = (tmp_path / "out").read_bytes()
     with mock.patch("twostroke.jobs.batch_job.Engine", None):
-        assert job.run(print) == first
+        assert job.run(print) == Outcome(first.totals, answered=0)
     assert (tmp_path / "out").read_bytes() == before
 
 
@@ -251,6 +252,6 @@ def test_the_bar_shows_pace_activity_and_the_cost_of_all_runs(tmp_path, monkeypa
 
 def bar_of(capsys):
     """The parts of the last state of the bar."""
-    counts, rates = r"(?P<done>\d+/30) (?P<left>[-:0-9]+) (?P<pace>\d+) tokens/s", r"GPU active (?P<active>[.0-9]+)%"
+    counts, rates = r"(?P<done>\d+/30) (?P<left>[-:0-9]+) (?P<pace>\d+) tokens/s", r"device active (?P<active>[.0-9]+)%"
     pattern = rf"{counts}, {rates}, \$(?P<dollars>[.0-9]+)"
     return [*re.finditer(pattern, capsys.readouterr().err)][-1]

@@ -12,8 +12,8 @@ from .flags import EngineFlags, with_flags
 from .measured_speed import MeasuredSpeed, read_speed
 
 if TYPE_CHECKING:
+    from ..jobs.batch_job import BatchJob, Outcome
     from ..jobs.estimate import Estimate
-    from ..jobs.journal import Totals
 
 SHOWN_ERRORS = 20
 """Lines that failed of which stderr tells; the output has all."""
@@ -28,7 +28,9 @@ def batch(
             metavar="INPUT", help="JSON lines, of OpenAI's batch form or plain; may be gzipped; - is stdin."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where answers go, one a line.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File where answers go, one a line; needed but for --dry-run.")
+    ] = None,
     errors: Annotated[Path | None, typer.Option(help="Where failed lines go, if not there too.")] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What lines call the model, if not by its own name.")
@@ -52,6 +54,8 @@ def batch(
         raise InvalidRequest(f"bench={str(bench)!r} is for --dry-run alone")
     if engines is not None and ray is None:
         raise InvalidRequest(f"engines={engines} is for --ray alone")
+    if output is None and not dry_run:
+        raise InvalidRequest("output=None: answers need a file, --output FILE; only --dry-run does without")
     from ..jobs.batch_input import Shard
     from ..jobs.batch_job import BatchJob
 
@@ -70,16 +74,24 @@ def batch(
     say = _LineErrors()
     if dry_run:
         speed = None if bench is None else read_speed(bench)
-        _print_estimate(job.estimate(say), speed, engines or 1, price)
-        return
-    try:
-        totals = job.run(say)
-    except KeyboardInterrupt:
-        typer.echo("twostroke: interrupted; the same command goes on from what is written", err=True)
-        raise
-    _print_totals(totals, price)
-    if totals.failed:
+        found = job.estimate(say)
+        _print_estimate(found, speed, engines or 1, price)
+        failed = found.failed
+    else:
+        outcome = _run(job, say)
+        _print_outcome(outcome, price)
+        failed = outcome.totals.failed
+    if failed:
         raise typer.Exit(1)
+
+
+def _run(job: BatchJob, say: _LineErrors) -> Outcome:
+    try:
+        return job.run(say)
+    except KeyboardInterrupt:
+        then = "the same command goes on from what is written" if job.begun else "nothing was written yet"
+        typer.echo(f"twostroke: interrupted; {then}", err=True)
+        raise
 
 
 class _LineErrors:
@@ -96,9 +108,12 @@ class _LineErrors:
             typer.echo("twostroke: further lines failed too; the output has them all", err=True)
 
 
-def _print_totals(totals: Totals, price: float) -> None:
+def _print_outcome(outcome: Outcome, price: float) -> None:
     from ..jobs.batch_progress import cost
 
+    totals = outcome.totals
+    if totals.requests and not outcome.answered:
+        typer.echo("twostroke: this batch was complete already, with", err=True)
     speed = totals.completion_tokens / totals.seconds if totals.seconds else 0.0
     money = f", ${cost(totals.seconds, price):.2f}" if price else ""
     typer.echo(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..engine import Engine
@@ -16,7 +17,7 @@ from ..model.load import DEFAULT_MODEL, max_positions, model_files
 from ..openai.errors import ApiError
 from ..text.tokenizer import find_tokenizer
 from .batch_input import BatchInput, Shard, Survey
-from .batch_output import BatchOutput, journal_of
+from .batch_output import BatchOutput, is_stream, journal_of
 from .batch_progress import BatchProgress
 from .batch_request import RequestReader
 from .batch_run import BatchRun
@@ -32,13 +33,26 @@ OnError = Callable[[int, ApiError], None]
 """Called with the number of a line that failed, and why."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A batch that is complete.
+
+    Attributes:
+        totals: of all runs.
+        answered: requests that this run answered, or gave an error; 0: it was complete already.
+    """
+
+    totals: Totals
+    answered: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
     """A file of requests to be answered into another one.
 
     Attributes:
         source: the input; `-` is stdin, a copy of which is kept beside the output meanwhile.
-        output: where answers go. errors: where errors go; None: there too.
+        output: the file where answers go; `estimate` does without. errors: where errors go; None: there too.
         engine: arguments of `Engine`.
         model_name: what lines call the model; None: the name that the engine gets.
         limit, shard: see `BatchInput`.
@@ -47,7 +61,7 @@ class BatchJob:
     """
 
     source: Path
-    output: Path
+    output: Path | None = None
     errors: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     model_name: str | None = None
@@ -62,35 +76,42 @@ class BatchJob:
         """What lines call the model."""
         return self.model_name or os.fspath(self.engine.get("model", DEFAULT_MODEL))
 
-    def run(self, on_error: OnError, *, progress: bool | None = None) -> Totals:
-        """Answer what the output does not have yet; return what it has then.
+    @property
+    def begun(self) -> bool:
+        """Whether there is something written to go on from."""
+        return self.output is not None and journal_of(self.output).exists()
+
+    def run(self, on_error: OnError, *, progress: bool | None = None) -> Outcome:
+        """Answer what the output does not have yet.
 
         Args:
             progress: show a progress bar on stderr; None: if it is a terminal.
 
         Raises:
-            InvalidRequest: the input cannot be read, the output has no folder, or is another batch's.
+            InvalidRequest: the input cannot be read, the output is no file, has no folder, or is another batch's.
             InvalidConfig, UnsupportedModel: the engine cannot run so.
             BatchStopped: it ended before its last request.
         """
-        for name, path in (("output", self.output), ("errors", self.errors)):
-            if path is not None and not path.parent.is_dir():
-                raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
+        if self.output is None:
+            raise InvalidRequest("output=None: answers need a file; only a dry run does without")
+        self._check_files()
         answer = self._answer if self.ray is None else partial(self._answer_on_ray, self._ray_run())
         with self._explained(), self._open_input() as source:
             survey = source.survey()
             with BatchOutput(self.output, self.errors, self._identity(survey.digest)) as output:
-                if output.state.totals.requests < survey.requests:
+                there = output.totals.requests
+                if there < survey.requests:
                     answer(source, survey, output, on_error, progress)
-                return output.totals
+                return Outcome(output.totals, output.totals.requests - there)
 
     def estimate(self, on_error: OnError) -> Estimate:
         """Count what there is to do, without an engine.
 
         Raises:
-            InvalidRequest: the input cannot be read.
+            InvalidRequest: the input cannot be read, or an output that is given is refused.
             InvalidConfig, UnsupportedModel: the model is not found, or cannot run.
         """
+        self._check_files()
         directory, config = model_files(self.engine.get("model", DEFAULT_MODEL))
         longest = self.engine.get("max_model_len") or max_positions(config, self.engine.get("impl", "auto"))
         with self._open_input() as source:
@@ -103,9 +124,27 @@ class BatchJob:
         if self.source != Path("-"):
             yield BatchInput(self.source, self.limit, self.shard)
             return
-        copy = self.output.with_name(self.output.name + ".stdin")
-        with stdin_copied(copy):
+        with self._place_of_copy() as copy, stdin_copied(copy):
             yield BatchInput(copy, self.limit, self.shard)
+
+    @contextmanager
+    def _place_of_copy(self) -> Iterator[Path]:
+        if self.output is not None:
+            yield self.output.with_name(self.output.name + ".stdin")
+            return
+        with TemporaryDirectory() as folder:
+            yield Path(folder) / "stdin"
+
+    def _check_files(self) -> None:
+        for name, path in (("output", self.output), ("errors", self.errors)):
+            if path is None:
+                continue
+            if is_stream(path):
+                raise InvalidRequest(
+                    f"{name}={str(path)!r} is no regular file: a batch that goes on must find there what it has written"
+                )
+            if not path.parent.is_dir():
+                raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
 
     def _identity(self, digest: str) -> dict[str, Any]:
         return identity(self.engine, self.errors, self.name, self.limit, str(self.shard), digest)
@@ -153,6 +192,7 @@ class BatchJob:
         try:
             yield
         except (OSError, EngineDead) as error:
-            raise BatchStopped(
-                f"{error}. What {journal_of(self.output)} knows of is done: the same command goes on from there"
-            ) from error
+            assert self.output is not None
+            written = f"What {journal_of(self.output)} knows of is done: the same command goes on from there"
+            kept = written if self.begun else "Nothing was written yet"
+            raise BatchStopped(f"{str(error).rstrip().rstrip('.')}. {kept}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,3 +140,13 @@ class BatchOutput(Answers):
 def journal_of(output: Path) -> Path:
     """The file beside an output that says what is in it."""
     return output.with_name(output.name + ".journal")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is none of a file that can be cut and read again: a pipe, a device, a folder, or `-`.
+
+    `/dev/stdout` is one even where a shell lets it be a regular file: there is no place beside it.
+    """
+    folder = os.path.realpath(path.parent)
+    shared = folder == "/dev" or folder.startswith("/proc/")
+    return path == Path("-") or shared or (path.exists() and not path.is_file())

@@ -48,7 +48,7 @@ class BatchProgress:
         speed = tokens / (time.perf_counter() - self._began)
         rates = [f"{speed:.0f} tokens/s"]
         if self._engine is not None:
-            rates.append(f"GPU active {self._engine.stats().active:.1%}")
+            rates.append(f"device active {self._engine.stats().active:.1%}")
         if self._price:
             rates.append(f"${cost(self._output.seconds, self._price):.2f}")
         return ", ".join(rates)
