@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 from twostroke import Engine, SamplingParams
 from twostroke.bench.result import Result, Run
 from twostroke.model.default_model import default_model_dir
+
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise SystemExit(f"grpo.py needs the package {error.name}: pip install trl") from error
 
 QUESTIONS = (
     "Why is the sky blue?",
