@@ -164,12 +164,13 @@ def test_json_prints_one_object_per_prompt_in_input_order(tmp_path: Path) -> Non
     """The longest prompt and answer comes first, so an output in order of completion would be seen."""
     lines = [{"prompt": list(range(1, 40)), "max_tokens": 12}, {"prompt": [5], "max_tokens": 1}, {"prompt": [7, 8]}]
     path = lines_file(tmp_path, *lines)
-    flags = (*TINY, "--prompts-file", path, "--json", "--temperature", "0", "--max-tokens", "3", "--ignore-eos")
+    flags = (*TINY, "--prompts-file", path, "--json", "--max-tokens", "3", "--ignore-eos", "--seed", "4")
     results = {loop: run("generate", *flags, "--loop", loop) for loop in ("sync", "async")}
     assert [result.exit_code for result in results.values()] == [0, 0]
     assert results["sync"].stdout == results["async"].stdout
     objects = [json.loads(line) for line in results["async"].stdout.splitlines()]
-    assert [set(one) for one in objects] == [{"index", "text", "token_ids", "prompt_tokens", "finish_reason"}] * 3
+    names = {"index", "text", "token_ids", "prompt_tokens", "finish_reason", "seed"}
+    assert [set(one) for one in objects] == [names] * 3
     assert [one["index"] for one in objects] == [0, 1, 2]
     assert [one["prompt_tokens"] for one in objects] == [39, 1, 2]
     assert [len(one["token_ids"]) for one in objects] == [12, 1, 3]
@@ -182,11 +183,20 @@ def test_several_samples_of_a_prompt(tmp_path: Path) -> None:
     (printed,) = run("generate", *flags, "--json", "--seed", "1").stdout.splitlines()
     assert set(json.loads(printed)) == {"index", "prompt_tokens", "outputs"}
     outputs = json.loads(printed)["outputs"]
-    assert [set(one) for one in outputs] == [{"text", "token_ids", "finish_reason"}] * 3
+    assert [set(one) for one in outputs] == [{"text", "token_ids", "finish_reason", "seed"}] * 3
     assert len({tuple(one["token_ids"]) for one in outputs}) == 3
     lines = run("generate", *flags, "--seed", "1").stdout.splitlines()
     assert lines[::2] == ["--- 1.1 ---", "--- 1.2 ---", "--- 1.3 ---"]
     assert [line.split() for line in lines[1::2]] == [[str(token) for token in one["token_ids"]] for one in outputs]
+
+
+def test_an_unseeded_answer_can_be_repeated_by_its_seed(tmp_path: Path) -> None:
+    flags = (*TINY, "--prompts-file", lines_file(tmp_path, {"prompt": [5, 6]}), "--max-tokens", "9", "--ignore-eos")
+    first = json.loads(run("generate", *flags, "--json").stdout)
+    again = json.loads(run("generate", *flags, "--json", "--seed", first["seed"]).stdout)
+    assert again == first
+    other = json.loads(run("generate", *flags, "--json", "--seed", first["seed"] ^ 1).stdout)
+    assert other["token_ids"] != first["token_ids"]
 
 
 def test_json_has_the_logprobs_that_were_asked_for(tmp_path: Path) -> None:
@@ -299,7 +309,7 @@ class StubHandle:
 
 
 def output(reason: str, error: str | None = None, token_ids: tuple[int, ...] = (1,)) -> SimpleNamespace:
-    sample = {"text": "t", "token_ids": list(token_ids), "finish_reason": reason, "error": error}
+    sample = {"text": "t", "token_ids": list(token_ids), "finish_reason": reason, "error": error, "seed": 7}
     outputs = [SimpleNamespace(logprobs=None, **sample)]
     return SimpleNamespace(prompt_token_ids=[1], outputs=outputs, prompt_logprobs=None, **sample)
 

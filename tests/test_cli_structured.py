@@ -56,6 +56,16 @@ def test_each_flag_is_a_field(tmp_path):
         SamplingFlags(grammar="@/no/such/file").params()
 
 
+@pytest.mark.parametrize("flag", ["json_schema", "grammar"])
+def test_a_file_without_an_at_sign_is_told_of_it(tmp_path, monkeypatch, flag):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "city.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match=f"^{flag}='city.json' is the name of a file; '@city.json' has it read"):
+        SamplingFlags(**{flag: "city.json"}).params()
+    (tmp_path / "[a-z]+").write_text("")
+    assert SamplingFlags(regex="[a-z]+").params().structured == StructuredOutput(regex="[a-z]+")
+
+
 def test_unknown_keys_of_a_line_are_refused(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps({"prompt": "x", "structured": {"regexp": "a"}}))

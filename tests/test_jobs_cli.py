@@ -307,6 +307,18 @@ def test_bench_needs_a_result_and_a_dry_run(tmp_path):
     assert "is not a result of twostroke bench" in result.stderr
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "3", "[[]]", '{"runs": [3]}', '{"runs": {}}', "junk", "\xff"])
+def test_a_file_that_is_no_result_is_called_that(tmp_path, text):
+    (tmp_path / "city.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidRequest, match=r"^bench='.*city\.json' is not a result of twostroke bench, as --json"):
+        read_speed(tmp_path / "city.json")
+
+
+def test_a_result_that_is_missing_is_called_that(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"^bench='.*absent\.json' cannot be read: No such file or directory$"):
+        read_speed(tmp_path / "absent.json")
+
+
 BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 9, "logprobs": True},
     "/v1/completions": {"prompt": ["Once", "Twice"], "echo": True, "n": 2, "seed": 5, "return_token_ids": True},

@@ -176,6 +176,15 @@ DAMAGE = {
 }
 
 
+def test_of_a_file_its_folder_is_told(directory):
+    with pytest.raises(InvalidConfig, match=r"^model='.*model\.safetensors' is a file, .* its folder, ") as caught:
+        load_model(directory / "model.safetensors", device=torch.device("cpu"))
+    assert str(caught.value).endswith(f"the model is its folder, {str(directory)!r}")
+    (directory / "config.json").unlink()
+    with pytest.raises(InvalidConfig, match=r"a model is a folder with config\.json$"):
+        load_model(directory / "model.safetensors", device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_files_are_refused_whoever_reads_them(directory, impl, damage):

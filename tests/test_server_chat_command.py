@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 from serving import hosted
 from terminal import PATIENCE, on_terminal
 from typer.testing import CliRunner
 
 from twostroke import Engine, SamplingParams
+from twostroke.cli.conversation import Conversation
 from twostroke.cli.main import app
 
 SAMPLING = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
@@ -65,6 +69,34 @@ def test_what_fails_is_said_and_the_rest_goes_on(server, engine_flags, expected)
         assert (result.exit_code, result.stdout) == (1, f"{expected[0]}\n{expected[1]}\n")
         assert result.stderr.startswith("twostroke: ")
         assert "max_model_len" in result.stderr
+
+
+def test_what_looks_like_a_command_is_not_said_to_the_model(engine_flags, expected):
+    """But what only begins with a slash is, and so is what has a second one."""
+    result = chat("Hello!\n/foo\n/reset now\nGrüße, 世界 🙂\n", *engine_flags, *SAMPLING, "--system", "Be brief.")
+    assert (result.exit_code, result.stdout) == (1, f"{expected[0]}\n{expected[1]}\n")
+    known = "is no command: there are /reset and /quit, each alone on its line; "
+    assert result.stderr.splitlines() == [
+        f"twostroke: /foo {known}//foo says it to the model",
+        f"twostroke: /reset {known}//reset says it to the model",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("//foo bar", "/foo bar"), ("/etc/hosts?", "/etc/hosts?"), ("/2", "/2"), ("// a", "// a"), ("a /b", "a /b")],
+)
+def test_slashes_that_are_no_commands(monkeypatch, line, said):
+    heard = []
+
+    class Listener:
+        def answer(self, messages):
+            heard.append(messages[-1]["content"])
+            yield "yes"
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n"))
+    Conversation(Listener(), None, Console(file=io.StringIO())).run()
+    assert heard == [said]
 
 
 def test_the_key(tiny_engine, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 HELP = "/reset forgets what was said, /quit ends. Ctrl-C stops an answer."
+
+COMMAND = re.compile(r"/[A-Za-z]+(?=\s|$)")
+"""What begins a line that is meant as a command; with a second slash before it, it is meant for the model."""
 
 
 class Conversation:
@@ -65,8 +69,16 @@ class Conversation:
                 return
             if line == "/reset":
                 self._messages = list(self._opening)
+            elif COMMAND.match(line):
+                self._refuse(line)
             elif line:
-                self._turn(line)
+                self._turn(line[1:] if COMMAND.match(line, 1) and line[0] == "/" else line)
+
+    def _refuse(self, line: str) -> None:
+        self.failed = True
+        word = line.split()[0]
+        known = "there are /reset and /quit, each alone on its line"
+        print(f"twostroke: {word} is no command: {known}; /{word} says it to the model", file=sys.stderr)
 
     def _asked(self) -> Iterator[str]:
         with suppress(EOFError):

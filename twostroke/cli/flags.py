@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -148,7 +149,11 @@ def _structured(
 
 def _text_of(name: str, value: str) -> str:
     """The flag's own text, or that of the file which it names by @; an expression is always its own text."""
-    if name == "regex" or not value.startswith("@"):
+    if name == "regex":
+        return value
+    if not value.startswith("@"):
+        if os.path.isfile(value):
+            raise InvalidRequest(f"{name}={shown(value)} is the name of a file; {shown('@' + value)} has it read")
         return value
     try:
         return Path(value[1:]).read_text(encoding="utf-8")

@@ -100,6 +100,7 @@ def _fields(sample: SampleOutput) -> dict[str, object]:
         "text": sample.text,
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
+        "seed": sample.seed,
     }
     if sample.logprobs is not None:
         fields["logprobs"] = [_logprob(entry) for entry in sample.logprobs]

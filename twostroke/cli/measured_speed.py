@@ -40,14 +40,16 @@ def read_speed(file: Path) -> MeasuredSpeed:
     """The speed of the fastest run of twostroke in a benchmark's result.
 
     Raises:
-        InvalidRequest: the file is no result, or tells no speed.
+        InvalidRequest: the file cannot be read, is no result, or tells no speed.
     """
     from ..bench.result import Result
 
     try:
         result = Result.read(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidRequest(f"bench={str(file)!r} is not a result of twostroke bench: {error}") from error
+    except OSError as error:
+        raise InvalidRequest(f"bench={str(file)!r} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"bench={str(file)!r} is not a result of twostroke bench, as --json writes it") from error
     runs, facts = [run for run in result.runs if run.engine == "twostroke"], result.workload
     if not runs or any(name not in facts for name in WHOLE):
         raise InvalidRequest(f"bench={str(file)!r}: {result.benchmark!r} does not tell how fast requests are answered")

@@ -203,6 +203,12 @@ def _find_directory(name: str | os.PathLike[str]) -> Path:
         return path
     if path.suffix == ".gguf":
         return _convert_gguf(path)
+    if path.is_file():
+        known = (path.parent / "config.json").is_file()
+        raise InvalidConfig(
+            f"model={os.fspath(name)!r} is a file, and no GGUF file: "
+            + (f"the model is its folder, {str(path.parent)!r}" if known else "a model is a folder with config.json")
+        )
     # A hub id is "name" or "owner/name"; anything else was meant as a path.
     if not isinstance(name, str) or path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InvalidConfig(f"model={os.fspath(name)!r}: no such directory")
