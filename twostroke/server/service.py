@@ -21,6 +21,7 @@ from .attached_engine import AttachedEngine
 from .board import Board
 from .metrics import Metrics
 from .settings import ServerSettings
+from .wire import Resume
 
 if TYPE_CHECKING:
     from .tracing import Tracing
@@ -179,10 +180,15 @@ class Service:
             over.cancel()
 
     async def drain(self) -> None:
-        """Admit nothing more; return when all calls are over, those that take too long by being cancelled."""
+        """Admit nothing more; return when all calls are over, those that take too long by being cancelled.
+
+        A pause of the engine ends, so that they can end. One that sleeps is not woken: nothing waits for it.
+        """
         self._draining = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
+            async with asyncio.timeout(self.settings.shutdown_timeout):
+                if await self._resumed():
+                    await self._idle.wait()
         for call in tuple(self._calls):
             self._cut_short(call)
         self._over.set()
@@ -191,6 +197,17 @@ class Service:
         """Send what is left of the traces; all calls are over."""
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+    async def _resumed(self) -> bool:
+        """End a pause of the engine; return whether it goes on, which it does not in its sleep."""
+        engine = self._seat.engine
+        if engine is None:
+            return True  # what its end leaves of the calls is not much
+        try:
+            await asyncio.wrap_future(engine.tasks.begin(Resume()))
+            return not (await asyncio.wrap_future(engine.ask_stats()))["asleep"]
+        except (EngineDead, EngineClosed):
+            return True
 
     def _cut_short(self, call: Call) -> None:
         call.cancel(_shut_down())
