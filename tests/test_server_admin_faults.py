@@ -12,9 +12,10 @@ from slow_weights import run_slow_engine
 from trainer import ADMIN, ARGUMENTS, KEY, PATH, PATHS, Later, answers, body, do, expected, opened, state
 from watching import wait_until
 
-from twostroke import Engine
+from twostroke import Engine, InvalidConfig
+from twostroke.errors import shown
 from twostroke.server.remote_engine import RemoteEngine
-from twostroke.server.settings import ServerSettings, read_keys
+from twostroke.server.settings import ServerSettings, read_admin_keys
 from twostroke.server.supervisor import Supervisor
 
 
@@ -50,16 +51,18 @@ def test_options_are_honoured_or_refused(tiny_engine):
 
 def check_options(server):
     assert server.request("POST", "/resume", None, ADMIN).status == 200
-    for path, fields, param in (
-        ("/pause", {"mode": "abort"}, "mode"),
-        ("/pause", {"tags": []}, "tags"),
-        ("/sleep", {"level": 1}, "level"),
-        ("/update_weights", {}, "weights"),
-        ("/update_weights", {"weights": 5}, "weights"),
-        ("/update_weights", {"weights": "x", "partial": "yes"}, "partial"),
+    for path, fields, param, code in (
+        ("/pause", {"mode": "abort"}, "mode", "invalid_value"),
+        ("/pause", {"tags": []}, "tags", "unknown_parameter"),
+        ("/sleep", {"level": 1}, "level", "unknown_parameter"),
+        ("/update_weights", {}, "weights", "missing_required_parameter"),
+        ("/update_weights", {"weights": 5}, "weights", "invalid_type"),
+        ("/update_weights", {"weights": "x", "partial": "yes"}, "partial", "invalid_type"),
+        *((f"{path}?mode=drain", {}, "mode", "unknown_parameter") for path in PATHS),
     ):
         refused = do(server, path, **fields)
-        assert (refused.status, refused.error["param"]) == (400, param)
+        assert (refused.status, refused.error["param"], refused.error["code"]) == (400, param, code)
+    assert server.post("/pause?mode=drain", {}).status == 401
     assert server.request("POST", "/pause", b"mode=drain", ADMIN).status == 415
     assert not state(server)["paused"]
 
@@ -67,9 +70,30 @@ def check_options(server):
 def test_where_admin_keys_come_from(tmp_path):
     file = tmp_path / "keys"
     file.write_text("one\n")
-    assert read_keys("admin_key_file", file) == ("one",)
-    assert read_keys("admin_key_file", None) == ServerSettings().admin_keys == ()
+    assert read_admin_keys(file, api_key_file=None) == ("one",)
+    assert read_admin_keys(None, api_key_file=None) == ServerSettings().admin_keys == ()
     assert "hidden" not in repr(ServerSettings(admin_keys=("hidden",)))
+
+
+def test_a_key_of_both_kinds_is_refused(tmp_path, monkeypatch):
+    """A user's key must not open what is done to the engine; no message shows it."""
+    users, admins = tmp_path / "users", tmp_path / "admins"
+    users.write_text("one\nhidden\n")
+    admins.write_text("hidden\ntwo\n")
+    with pytest.raises(InvalidConfig) as refused:
+        read_admin_keys(admins, api_key_file=users)
+    said = str(refused.value)
+    assert shown(str(users)) in said
+    assert shown(str(admins)) in said
+    assert "hidden" not in said
+    users.write_text("one\n")
+    assert read_admin_keys(admins, api_key_file=users) == ("hidden", "two")
+    monkeypatch.setenv("TWOSTROKE_API_KEY", "two")
+    with pytest.raises(InvalidConfig, match="TWOSTROKE_API_KEY"):
+        read_admin_keys(admins, api_key_file=users)
+    with pytest.raises(InvalidConfig, match="admin_keys") as refused:
+        ServerSettings(api_keys=("hidden",), admin_keys=("hidden",)).validate()
+    assert "hidden" not in str(refused.value)
 
 
 # What happens amid an update

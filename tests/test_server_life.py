@@ -197,11 +197,14 @@ def start(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=START, env=os.environ | environment)
 
 
-def test_what_a_server_does_not_start_with():
+def test_what_a_server_does_not_start_with(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flags, code, message in (
             (("--model", "tiny", "--max-model-len", "99999"), 2, "max_model_len=99999"),
             (("--port", str(taken.getsockname()[1])), 1, "in use"),
+            (("--api-key-file", str(keys), "--admin-key-file", str(keys)), 2, "admin_key_file="),
         ):
             ended = start(*flags)
             assert (ended.returncode, ended.stdout) == (code, "")
@@ -259,11 +262,13 @@ def test_neither_prompts_nor_keys_are_logged(tmp_path):
                 return answer.status
 
         assert server.url.startswith("https" if tls else "http")
-        assert ask(f"{PATH}?secret=hidden-query", prompt=[7, 8, 9], max_tokens=2) == 200
-        with pytest.raises(urllib.error.HTTPError):
-            ask(PATH, prompt="hidden-prompt")
+        assert ask(PATH, prompt=[7, 8, 9], max_tokens=2) == 200
+        for path, prompt in ((PATH, "hidden-prompt"), (f"{PATH}?hidden=hidden-query", [7])):
+            with pytest.raises(urllib.error.HTTPError):
+                ask(path, prompt=prompt)
     written = log.read_text()
-    assert re.search(rf"POST {PATH} 200 [0-9.]+s mine$", written, re.MULTILINE)
+    for status, count in ((200, 1), (400, 2)):
+        assert len(re.findall(rf"POST {PATH} {status} [0-9.]+s mine$", written, re.MULTILINE)) == count
     assert "hidden" not in written
 
 

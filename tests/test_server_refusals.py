@@ -200,7 +200,10 @@ def test_two_ways_to_ask_for_a_format(server):
 def test_places_within_a_body_are_named(server):
     bad = [{"role": "user", "content": "Hi"}, {"role": "user", "content": [{"type": "image_url", "text": ""}]}]
     check(server.post(CHAT, {"messages": bad}), "messages[1].content[0].type")
-    check(server.post(CHAT, {"messages": [{"role": "robot", "content": "Hi"}]}), "messages[0].role")
+    robot = check(server.post(CHAT, {"messages": [{"role": "robot", "content": "Hi"}]}), "messages[0].role")
+    assert robot["code"] == "invalid_value"
+    number = check(server.post(CHAT, {"messages": [{"role": "user", "content": 5}]}), "messages[0].content")
+    assert number["code"] == "invalid_type"
     check(server.post(CHAT, {"messages": [{"role": "user"}]}), "messages[0].content")
     check(server.post(CHAT, {"messages": [{"role": "user", "content": "Hi", "x": 1}]}), "messages[0].x")
     check(server.post(TEXT, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}), "stream_options.x")
@@ -300,6 +303,14 @@ def test_other_content_types(server, kind):
     """A web page can make a browser post these here without asking."""
     headers = {} if kind is None else {"Content-Type": kind}
     check(server.request("POST", TEXT, json.dumps(LEAST[TEXT]).encode(), headers), None, 415)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize"])
+def test_a_query_is_refused_by_name(server, path):
+    """Parameters belong in the body; who writes one elsewhere must not think that it was honoured."""
+    error = check(server.post(f"{path}?temperature=0&max_tokens=", LEAST.get(path, {})), "temperature")
+    assert error["code"] == "unknown_parameter"
+    assert "'temperature', 'max_tokens'" in error["message"]
 
 
 def test_other_paths_and_methods(server):

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InvalidConfig
 from ..server.logs import log_to_stderr
-from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_api_keys, read_keys
+from ..server.settings import DEFAULT_MAX_WAITING, ServerSettings, read_admin_keys, read_api_keys
 from .flags import EngineFlags, with_flags
 
 DEFAULTS = ServerSettings()
@@ -70,7 +70,7 @@ def serve(
         port=port,
         model_name=served_model_name or arguments.get("model", DEFAULTS.model_name),
         api_keys=read_api_keys(api_key_file),
-        admin_keys=read_keys("admin_key_file", admin_key_file),
+        admin_keys=read_admin_keys(admin_key_file, api_key_file=api_key_file),
         allow_origins=tuple(allow_origin or ()),
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,

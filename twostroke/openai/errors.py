@@ -82,7 +82,8 @@ def from_validation_error(error: ValidationError) -> ApiError:
     if first["type"] == "unsupported":
         return ApiError(400, first["msg"], param=path, code="unsupported_parameter")
     message = f"{path or 'the body'}={shown(first['input'])}: {first['msg']}"
-    return ApiError(400, message, param=path or None, code="invalid_type")
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    return ApiError(400, message, param=path or None, code=code)
 
 
 def _path(loc: Sequence[str | int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -16,7 +16,7 @@ from ..openai.errors import ApiError
 from ..openai.responses import ResponsesRequest
 from .admin import NoOptions, PauseRequest, WeightsRequest, add_admin
 from .auth import locked
-from .connection import ClientGone
+from .connection import ClientGone, refuse_query
 from .description import describe
 from .endpoints import add_chat, add_completions, add_responses
 from .http_errors import on_any_error, on_api_error, on_http_error
@@ -37,7 +37,9 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves `service`."""
     # NOTE: the pages that FastAPI shows its description with load scripts from elsewhere, so there are none.
     app = FastAPI(title="twostroke", version=__version__, docs_url=None, redoc_url=None)
-    open_to_all, with_key = (APIRouter(default_response_class=Response) for _ in range(2))
+    open_to_all, with_key, with_admin_key = (
+        APIRouter(default_response_class=Response, dependencies=[Depends(refuse_query)]) for _ in range(3)
+    )
     add_probes(open_to_all, service)
     add_page(open_to_all)
     for add in (add_chat, add_completions, add_responses, add_tokens, add_info, add_metrics, add_live):
@@ -45,7 +47,6 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(open_to_all)
     app.include_router(with_key, **locked(service.settings.api_keys))
     if service.settings.admin_keys:
-        with_admin_key = APIRouter(default_response_class=Response)
         add_admin(with_admin_key, service)
         app.include_router(with_admin_key, **locked(service.settings.admin_keys, "admin"))
     app.add_exception_handler(ApiError, on_api_error)

@@ -9,15 +9,28 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from ..errors import counted
+from ..errors import counted, shown
 from ..openai.errors import ApiError, from_validation_error
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
 
+_NAMES = 10
+"""A message names so many parameters of a query at most."""
+
+
 class ClientGone(Exception):
     """The client has hung up; nobody waits for the answer."""
+
+
+async def refuse_query(request: Request) -> None:
+    """Raise ApiError if a POST has a query: its parameters are in its body, and none is ignored."""
+    names = request.query_params.keys() if request.method == "POST" else ()
+    if names:
+        given = ", ".join(shown(name) for name in [*names][:_NAMES])
+        message = f"the URL's query has {given}: parameters of this endpoint belong in the body"
+        raise ApiError(400, message, param=next(iter(names)), code="unknown_parameter")
 
 
 async def read_body(request: Request, kind: type[Body], limit: int) -> Body:

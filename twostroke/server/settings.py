@@ -80,6 +80,8 @@ class ServerSettings:
             raise InvalidConfig(f"otlp_traces_endpoint={shown(endpoint)} must begin with http:// or https://")
         if self.gpu_price is not None and not 0 <= self.gpu_price < math.inf:
             raise InvalidConfig(f"gpu_price={shown(self.gpu_price)} must be a number >= 0")
+        if {*self.api_keys} & {*self.admin_keys}:
+            raise InvalidConfig("api_keys and admin_keys must have no key in common")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise InvalidConfig("ssl_certfile and ssl_keyfile need each other")
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -95,15 +97,24 @@ def read_api_keys(file: Path | None) -> tuple[str, ...]:
         InvalidConfig: the file cannot be read, or has no key.
     """
     keys = [os.environ[API_KEY_VARIABLE]] if os.environ.get(API_KEY_VARIABLE) else []
-    return (*keys, *read_keys("api_key_file", file))
+    return (*keys, *_read_keys("api_key_file", file))
 
 
-def read_keys(name: str, file: Path | None) -> tuple[str, ...]:
-    """Return the keys of a file, one a line; None has none. `name` is what the setting is called.
+def read_admin_keys(file: Path | None, *, api_key_file: Path | None) -> tuple[str, ...]:
+    """Return the keys of a file, one a line; None has none.
 
     Raises:
-        InvalidConfig: the file cannot be read, or has no key.
+        InvalidConfig: the file cannot be read, has no key, or has one that `read_api_keys` has too.
     """
+    keys = _read_keys("admin_key_file", file)
+    if {*keys} & {*read_api_keys(api_key_file)}:
+        users = API_KEY_VARIABLE + ("" if api_key_file is None else f" or api_key_file={shown(str(api_key_file))}")
+        raise InvalidConfig(f"admin_key_file={shown(str(file))} has a key that opens the API too, by {users}")
+    return keys
+
+
+def _read_keys(name: str, file: Path | None) -> tuple[str, ...]:
+    """`name` is what the setting is called."""
     if file is None:
         return ()
     try:
