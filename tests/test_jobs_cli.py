@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -200,6 +202,32 @@ def test_a_dry_run_of_stdin_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("source", "errors", "message"),
+    [
+        ("in", "out", "errors='.*out' is the output itself"),
+        ("in", "out.journal", "errors='.*out.journal' is the journal itself"),
+        ("in", "folder/../out.journal", "errors='.*out.journal' is the journal itself"),
+        ("in", "link", "errors='.*link' is the journal itself"),
+        ("in", "in", "errors='.*in' is the input itself"),
+        ("in", "hard", "errors='.*hard' is the input itself"),
+        ("-", "out.stdin", "errors='.*out.stdin' is the copy of stdin itself"),
+    ],
+)
+def test_files_must_be_apart(tmp_path, source, errors, message):
+    """By whatever path: what writes the one would destroy the other."""
+    write_lines(tmp_path / "in", plain(1))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("out.journal")
+    (tmp_path / "hard").hardlink_to(tmp_path / "in")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    given = tmp_path / source if source != "-" else "-"
+    result = run(given, "-o", tmp_path / "out", "--errors", tmp_path / errors, *TINY)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
 def test_stdin_may_be_gzipped(tmp_path):
     data = gzip.compress(write_lines(tmp_path / "in", plain(4)).read_bytes())
     for _ in range(2):  # the second time all is there
@@ -213,8 +241,7 @@ def test_stdin_may_be_gzipped(tmp_path):
 def test_stdin_is_copied_for_one_command_at_a_time(tmp_path):
     """Another one of the same output would write over the lines that the first has not read yet."""
     copy = tmp_path / "out.stdin"
-    first = DurableFile(copy)
-    first.lock()
+    first = DurableFile(copy, "copy")
     first.append(b'{"prompt": [3]}\n')
     for flags in ((), ("--dry-run",)):
         result = CliRunner().invoke(app, ["batch", "-", "-o", str(tmp_path / "out"), *TINY, *flags], input=b"{}")
@@ -260,6 +287,43 @@ def test_where_ceilings_are_known_prompts_are_computed_as_far_from_them_as_the_r
     speed = read_speed(bench.write(tmp_path / "bench.json"))
     assert speed.seconds(100, 50) == pytest.approx(10)
     assert speed.seconds(100 + 7000, 50) == pytest.approx(10 + 7)
+
+
+@pytest.mark.parametrize(
+    ("facts", "figures", "message"),
+    [
+        ({"flop_per_s": None}, {}, "flop_per_s=None must be a number > 0"),
+        ({"flop_per_s": 0}, {}, "flop_per_s=0 must be"),
+        ({"prompt_tokens": "12"}, {}, "prompt_tokens='12' must be"),
+        ({"prompt_tokens": 10**400}, {}, "prompt_tokens=1000.* must be"),
+        ({"model": "a-folder"}, {}, "model='a-folder' must be one of the presets"),
+        ({"model": ["tiny"]}, {}, "model=.* must be one of the presets"),
+        ({}, {"tokens": 0}, "tokens=0 must be"),
+        ({}, {"seconds": 0}, "seconds=0 must be"),
+        ({}, {"seconds": float("nan")}, "seconds=nan must be"),
+        ({}, {"seconds": -2}, "seconds=-2 must be"),
+        ({}, {"seconds": "2"}, "is not a result"),
+        ({}, {"floor_seconds": 0}, "floor_seconds=0 must be"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_named(tmp_path, facts, figures, message):
+    run = Run(engine="twostroke", loop="async", seconds=2, tokens=10, floor_seconds=1)
+    known = {"model": "tiny", "prompt_tokens": 20, "flop_per_s": 1e9}
+    file = Result(benchmark="small", gpu="X", workload=known, runs=(run,)).write(tmp_path / "bench.json")
+    values = json.loads(file.read_text())
+    values["workload"] |= facts
+    values["runs"][0] |= figures
+    file.write_text(json.dumps(values))
+    with pytest.raises(InvalidRequest, match=rf"^bench='.*bench\.json'.*{message}"):
+        read_speed(file)
+
+
+@pytest.mark.parametrize("content", ["", "null", "5", "[]", '{"runs": 5}', '{"runs": [5]}', "\ud800"])
+def test_what_is_no_result_is_refused(tmp_path, content):
+    file = tmp_path / "bench.json"
+    file.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InvalidRequest, match=r"^bench='.*' is not a result"):
+        read_speed(file)
 
 
 @pytest.mark.parametrize("name", ["cpu-step", "admission", "grammar-masks"])

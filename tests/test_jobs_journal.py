@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import os
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -12,7 +16,7 @@ from twostroke import InvalidRequest
 from twostroke.jobs import journal as journal_module
 from twostroke.jobs.batch_output import BatchOutput, journal_of
 from twostroke.jobs.identity import identity
-from twostroke.jobs.journal import ranges
+from twostroke.jobs.journal import DurableFile, Journal, ranges
 from twostroke.model.load import DEFAULT_MODEL
 from twostroke.openai.errors import ApiError
 
@@ -30,7 +34,7 @@ class DyingSystem(SimpleNamespace):
     def __init__(self, last: int, half: bool) -> None:
         super().__init__(**{name: getattr(os, name) for name in dir(os) if not name.startswith("__")})
         self.left, self.half = last, half
-        for name in ("write", "fsync", "ftruncate"):
+        for name in ("write", "fsync", "ftruncate", "unlink"):
             setattr(self, name, self.mortal(name))
 
     def mortal(self, name):
@@ -67,6 +71,14 @@ def add(output, line):
         output.add_error(line, f"line-{line}", ApiError(400, "bad"))
     else:
         output.add_answer(line, f"line-{line}", {"text": "ü" * line}, 2, line)
+
+
+def answer_a_group(folder):
+    """The begin of a run that is left by whatever exception comes."""
+    with open_output(folder) as output:
+        add(output, 1)
+        add(output, 5)
+        output.flush()
 
 
 def numbers(path):
@@ -178,9 +190,142 @@ def test_two_processes_cannot_write_one_output(tmp_path):
     open_output(tmp_path).close()
 
 
-def test_errors_must_have_a_file_of_their_own(tmp_path):
-    with pytest.raises(InvalidRequest, match="is the output itself"):
-        BatchOutput(tmp_path / "out", tmp_path / "out", {})
+def test_who_is_refused_amid_the_begin_of_another_leaves_its_journal(tmp_path, monkeypatch):
+    """The first has its lock, and has written nothing yet."""
+    resume, refused = Journal._resume, []
+
+    def resume_meanwhile(journal):
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "_resume", resume)
+            with pytest.raises(InvalidRequest, match=r"^journal='.*' is in use by another process"):
+                open_output(tmp_path)
+            refused.append(True)
+        return resume(journal)
+
+    monkeypatch.setattr(Journal, "_resume", resume_meanwhile)
+    answer_rest(tmp_path)
+    assert refused
+    monkeypatch.undo()
+    output = open_output(tmp_path)
+    assert output.totals.requests == len(LINES)
+    output.close()
+
+
+def test_processes_that_begin_together_are_one_that_does_and_others_that_are_refused(tmp_path):
+    context = multiprocessing.get_context("fork")
+    for turn in range(20):
+        folder, start = tmp_path / str(turn), context.Barrier(3)
+        folder.mkdir()
+        children = [context.Process(target=begin_together, args=(folder, start)) for _ in range(2)]
+        for child in children:
+            child.start()
+        start.wait()
+        start.wait()
+        for child in children:
+            child.join()
+        assert sorted(child.exitcode for child in children) == [0, 2]
+
+
+def begin_together(folder, start):
+    """Ends with 0 if the output is this process's, with 2 if it was refused."""
+    start.wait()
+    try:
+        output = open_output(folder)
+    except InvalidRequest:
+        start.wait()
+        os._exit(2)
+    start.wait()
+    os._exit(0 if journal_of(folder / "out").exists() and output.state.totals.requests == 0 else 1)
+
+
+def unusable(folder, kind):
+    """A path to errors that cannot be written, and what is said of it."""
+    if kind == "device":
+        return Path("/dev/null"), r"^errors='/dev/null' is no regular file"
+    path = folder / "errors"
+    if kind == "folder":
+        path.mkdir()
+        return path, "^errors='.*' is no regular file"
+    if kind == "loop":
+        path.symlink_to("errors")
+        return path, "^errors='.*' cannot be opened: Too many levels"
+    path.write_text("somebody's\n")
+    return path, "^errors='.*' is there already, without a journal"
+
+
+@pytest.mark.parametrize("kind", ["device", "folder", "loop", "file"])
+def test_errors_that_cannot_be_written_leave_nothing(tmp_path, kind):
+    """Else the journal would refuse the corrected command."""
+    errors, message = unusable(tmp_path, kind)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidRequest, match=message):
+        BatchOutput(tmp_path / "out", errors, {"errors": str(errors)})
+    assert sorted(tmp_path.iterdir()) == before
+    BatchOutput(tmp_path / "out", None, {"errors": None}).close()
+
+
+def test_one_file_of_errors_is_not_for_two_batches(tmp_path):
+    first = BatchOutput(tmp_path / "a", tmp_path / "errors", {})
+    with pytest.raises(InvalidRequest, match=r"^errors='.*' is in use by another process"):
+        BatchOutput(tmp_path / "b", tmp_path / "errors", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.journal", "errors"]
+    add(first, 5)
+    first.flush()
+    first.close()
+    assert numbers(tmp_path / "errors") == ["line-5"]
+    with pytest.raises(InvalidRequest, match=r"^errors='.*' is there already"):
+        BatchOutput(tmp_path / "b", tmp_path / "errors", {})
+    assert numbers(tmp_path / "errors") == ["line-5"]
+
+
+def test_an_output_by_two_names_is_not_for_two_batches(tmp_path):
+    (tmp_path / "link").symlink_to("out")
+    first = BatchOutput(tmp_path / "out", None, {})
+    with pytest.raises(InvalidRequest, match=r"^output='.*link' is in use by another process"):
+        BatchOutput(tmp_path / "link", None, {})
+    first.close()
+
+
+def test_what_was_there_before_stays(tmp_path, monkeypatch):
+    """Empty files, and links, of a run that ends before anything is safe; also amid a group."""
+    (tmp_path / "mine").touch()
+    (tmp_path / "out").symlink_to("mine")
+    (tmp_path / "errors").symlink_to("nowhere")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setattr(Journal, "append", mock.Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        answer_a_group(tmp_path)
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "mine").read_bytes() == b""
+    assert not (tmp_path / "nowhere").exists()
+    open_output(tmp_path, input="another").close()
+
+
+def test_of_a_run_that_was_killed_before_its_first_group_nothing_bars_another(tmp_path):
+    open_output(tmp_path).close()
+    with pytest.raises(RuntimeError), open_output(tmp_path):
+        raise RuntimeError
+    open_output(tmp_path, input="another").close()
+
+
+def test_a_record_that_is_on_the_disk_counts(tmp_path, monkeypatch):
+    """Ctrl-C while it is synced: the answers are there, though nothing in memory says so yet."""
+    sync, calls = DurableFile.sync, itertools.count()
+
+    def interrupted(file):
+        sync(file)
+        if next(calls) == 3:  # the journal begins; then output, errors, and the record
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(DurableFile, "sync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer_a_group(tmp_path)
+    monkeypatch.undo()
+    assert numbers(tmp_path / "out") == ["line-1"]
+    output = open_output(tmp_path)
+    assert output.totals.requests == 2
+    output.close()
 
 
 def test_ranges():

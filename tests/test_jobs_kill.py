@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import time
@@ -12,7 +13,7 @@ from watching import PATIENCE, wait_until
 
 from twostroke import Engine, SamplingParams
 from twostroke.errors import BatchStopped
-from twostroke.jobs import journal
+from twostroke.jobs import batch_output, journal
 from twostroke.jobs.batch_job import BatchJob
 from twostroke.request import mix_seed
 
@@ -98,15 +99,32 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(processes, tmp_path, expecte
     assert len(read_lines(output)) == REQUESTS
 
 
-def test_what_the_user_is_told(tmp_path, monkeypatch):
-    """The error says how to go on, and that works."""
-    job = BatchJob(source=write_lines(tmp_path / "in", plain(5)), output=tmp_path / "out", engine=ENGINE)
+@pytest.mark.parametrize(
+    ("synced", "left", "message"),
+    [
+        (0, False, r"No space left.*Nothing was written yet"),
+        (3, False, r"No space left.*Nothing was written yet"),
+        (5, True, r"No space left.*out\.journal.*the same command goes on"),
+    ],
+    ids=["the first record", "the first group", "a later group"],
+)
+def test_what_the_user_is_told(tmp_path, monkeypatch, synced, left, message):
+    """The error says how to go on, and that works; it points at no journal that is gone."""
+    job = BatchJob(source=write_lines(tmp_path / "in", plain(20)), output=tmp_path / "out", engine=ENGINE)
+    room = itertools.count(synced, -1)
+
+    def fsync(file):
+        if next(room) <= 0:
+            refuse(file)
+
     with monkeypatch.context() as patch:
-        patch.setattr(journal.os, "fsync", refuse)
-        with pytest.raises(BatchStopped, match=r"No space left.*out\.journal.*the same command goes on"):
+        patch.setattr(batch_output, "GROUP_LINES", 1)
+        patch.setattr(journal.os, "fsync", fsync)
+        with pytest.raises(BatchStopped, match=message):
             job.run(print)
+        assert (tmp_path / "out.journal").exists() == left
     job.run(print)
-    assert len(tokens_by_id(tmp_path / "out")) == 5
+    assert len(tokens_by_id(tmp_path / "out")) == 20
 
 
 def refuse(file):

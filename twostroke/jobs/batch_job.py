@@ -16,6 +16,7 @@ from ..errors import BatchStopped, EngineDead, InvalidConfig, InvalidRequest
 from ..model.load import DEFAULT_MODEL, max_positions, model_files
 from ..openai.errors import ApiError
 from ..text.tokenizer import find_tokenizer
+from .apart import require_apart
 from .batch_input import BatchInput, Shard, Survey
 from .batch_output import BatchOutput, is_stream, journal_of
 from .batch_progress import BatchProgress
@@ -79,7 +80,10 @@ class BatchJob:
     @property
     def begun(self) -> bool:
         """Whether there is something written to go on from."""
-        return self.output is not None and journal_of(self.output).exists()
+        if self.output is None:
+            return False
+        journal = journal_of(self.output)
+        return journal.exists() and journal.stat().st_size > 0
 
     def run(self, on_error: OnError, *, progress: bool | None = None) -> Outcome:
         """Answer what the output does not have yet.
@@ -88,7 +92,8 @@ class BatchJob:
             progress: show a progress bar on stderr; None: if it is a terminal.
 
         Raises:
-            InvalidRequest: the input cannot be read, the output is no file, has no folder, or is another batch's.
+            InvalidRequest: the input cannot be read; or a file that is written has no folder, cannot be opened, is no
+                regular file, in use, another batch's, or another file of this one.
             InvalidConfig, UnsupportedModel: the engine cannot run so.
             BatchStopped: it ended before its last request.
         """
@@ -130,7 +135,7 @@ class BatchJob:
     @contextmanager
     def _place_of_copy(self) -> Iterator[Path]:
         if self.output is not None:
-            yield self.output.with_name(self.output.name + ".stdin")
+            yield _copy_of_stdin(self.output)
             return
         with TemporaryDirectory() as folder:
             yield Path(folder) / "stdin"
@@ -145,6 +150,16 @@ class BatchJob:
                 )
             if not path.parent.is_dir():
                 raise InvalidRequest(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}")
+        require_apart(self._files())
+
+    def _files(self) -> dict[str, Path]:
+        """All files of the batch, by name."""
+        stdin = self.source == Path("-")
+        files = {} if stdin else {"input": self.source}
+        if self.output is not None:
+            files |= {"copy of stdin": _copy_of_stdin(self.output)} if stdin else {}
+            files |= {"journal": journal_of(self.output), "output": self.output}
+        return files if self.errors is None else files | {"errors": self.errors}
 
     def _identity(self, digest: str) -> dict[str, Any]:
         return identity(self.engine, self.errors, self.name, self.limit, str(self.shard), digest)
@@ -196,3 +211,7 @@ class BatchJob:
             written = f"What {journal_of(self.output)} knows of is done: the same command goes on from there"
             kept = written if self.begun else "Nothing was written yet"
             raise BatchStopped(f"{str(error).rstrip().rstrip('.')}. {kept}") from error
+
+
+def _copy_of_stdin(output: Path) -> Path:
+    return output.with_name(output.name + ".stdin")

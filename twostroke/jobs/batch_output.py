@@ -21,29 +21,29 @@ GROUP_SECONDS = 1.0
 class BatchOutput(Answers):
     """Files that get every request once; see `journal` for what that rests on.
 
-    A context manager: left by an exception before anything is safe, it removes the files. Else an engine that was
-    refused would leave a journal, which names its arguments, and refuses others.
+    A context manager: left by an exception before anything is safe, it removes the files that it made, and empties
+    others. Else an engine that was refused would leave a journal, which names its arguments, and refuses others.
 
     Args:
         path: where answers go. errors: where errors go; None: there too.
         identity: see `Journal`.
 
     Raises:
-        InvalidRequest: a file is not as the journal says, or there is one, but no journal.
-        OSError: a file cannot be opened.
+        InvalidRequest: a file is not as the journal says, or there is one, but no journal; or it cannot be opened, is
+            no regular file, or is in use.
+        OSError: the disk is full, for example.
     """
 
     def __init__(self, path: Path, errors: Path | None, identity: Mapping[str, Any]) -> None:
         paths = {"output": path} | ({} if errors is None else {"errors": errors})
-        if len({own.absolute() for own in paths.values()}) < len(paths):
-            raise InvalidRequest(f"errors={str(errors)!r} is the output itself")
-        self._journal = Journal(journal_of(path), identity, paths.values())
-        self._paths = paths
         self._files: dict[str, DurableFile] = {}
+        self._journal = Journal(journal_of(path), identity)
         try:
-            self._open()
+            for part, own in paths.items():
+                self._open(part, own)
+            self._journal.begin()
         except BaseException:
-            self.close()
+            self._give_up()
             raise
         self._pending: list[int] = []
         self._texts: dict[str, list[bytes]] = {part: [] for part in paths}
@@ -119,22 +119,41 @@ class BatchOutput(Answers):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and not self.state.totals.requests:
-            for path in (*self._paths.values(), self._journal.path):
-                path.unlink(missing_ok=True)
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._give_up()
 
-    def _open(self) -> None:
-        for part, path in self._paths.items():
-            self._files[part] = file = DurableFile(path)
-            length = self.state.lengths.get(part, 0)
-            if file.length < length:
-                raise InvalidRequest(
-                    f"{part}={str(path)!r} has {counted(file.length, 'byte')}, but {str(self._journal.path)!r} "
-                    f"knows of {length}: it was changed"
-                )
-            file.cut(length)
-            sync_folder(path)
+    def _give_up(self) -> None:
+        """Close the files; leave nothing in them if no group counts."""
+        try:
+            if not self._journal.has_groups:
+                for file in self._files.values():
+                    file.discard()
+                self._journal.discard()  # the last: without it, lines in an output would bar another batch
+        finally:
+            self.close()
+
+    def _open(self, part: str, path: Path) -> None:
+        called, length = f"{part}={str(path)!r}", self.state.lengths.get(part, 0)
+        file = DurableFile(path, called)
+        try:
+            self._check(called, file.length, length)
+        except InvalidRequest:
+            file.close()
+            raise
+        self._files[part] = file
+        file.cut(length)
+        sync_folder(path)
+
+    def _check(self, called: str, found: int, known: int) -> None:
+        journal = str(self._journal.path)
+        if found and not self._journal.begun:
+            raise InvalidRequest(f"{called} is there already, without a journal {journal!r} to go on from")
+        if found < known:
+            raise InvalidRequest(
+                f"{called} has {counted(found, 'byte')}, but {journal!r} knows of {known}: it was changed"
+            )
 
 
 def journal_of(output: Path) -> Path:

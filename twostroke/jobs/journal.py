@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import InvalidRequest
 from .identity import difference
@@ -76,27 +76,43 @@ class State:
 class DurableFile:
     """A file that grows at its end. What `append` returned from is written; what `sync` returned from stays.
 
+    No other process has it open so, until this one ends, in whatever way.
+
     Args:
-        path: made if it is not there.
+        path: made if it is not there; a link is followed.
+        called: the file, in messages.
+
+    Attributes:
+        length: in bytes.
 
     Raises:
-        OSError: as the system says.
+        InvalidRequest: it cannot be opened, is no regular file, or is in use.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def __init__(self, path: Path, called: str) -> None:
+        self._path = os.path.realpath(path)
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            raise InvalidRequest(f"{called} is no regular file")
+        try:
+            self._file, self._made = _opened(self._path)
+        except OSError as error:
+            raise InvalidRequest(f"{called} cannot be opened: {error.strerror}") from error
+        try:
+            self._lock()
+        except BlockingIOError as error:
+            self.close()
+            raise InvalidRequest(f"{called} is in use by another process") from error
         self.length = os.fstat(self._file).st_size
 
-    def lock(self) -> None:
-        """Keep other processes from opening it so, until this one ends, in whatever way.
-
-        Raises:
-            BlockingIOError: another one does, or has just removed the file.
-        """
+    def _lock(self) -> None:
+        """Raises BlockingIOError: another process has it, or has just removed it."""
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+        if not self._in_place():
             raise BlockingIOError
+
+    def _in_place(self) -> bool:
+        """Whether the path still leads to this file."""
+        return os.path.exists(self._path) and os.path.samestat(os.stat(self._path), os.fstat(self._file))
 
     def cut(self, length: int) -> None:
         """Drop what is behind the first `length` bytes."""
@@ -112,8 +128,30 @@ class DurableFile:
     def sync(self) -> None:
         os.fsync(self._file)
 
+    def read(self) -> BinaryIO:
+        """The file from its beginning on, to be closed."""
+        file = os.fdopen(os.dup(self._file), "rb")
+        file.seek(0)
+        return file
+
+    def discard(self) -> None:
+        """Leave nothing: no file if this made it, else an empty one."""
+        if not self._made:
+            self.cut(0)
+        elif self._in_place():
+            os.unlink(self._path)
+
     def close(self) -> None:
         os.close(self._file)
+
+
+def _opened(path: str) -> tuple[int, bool]:
+    """The descriptor of a file, and whether it was made."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, flags, 0o666), False
 
 
 class Journal:
@@ -122,28 +160,33 @@ class Journal:
     Args:
         path: the file; made if it is not there.
         identity: by name, what decides what the output will be. A journal of another one is refused.
-        outputs: the files that it is about. When it begins, there must be nothing in them.
 
     Attributes:
         state: what is done.
+        begun: whether it has its first record, the identity.
 
     Raises:
-        InvalidRequest: the journal is another batch's, is damaged, or is in use; or it would begin, but an output is
-            there.
+        InvalidRequest: the journal is another batch's, is damaged, or is in use, or the file cannot be opened.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], outputs: Iterable[Path]) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self.path = path
         self.state = State()
-        self._file = DurableFile(path)
+        self._identity: dict[str, Any] = json.loads(json.dumps({"version": VERSION, **identity}))
+        self._file = DurableFile(path, f"journal={str(path)!r}")
         try:
-            self._lock()
-            self._open(json.loads(json.dumps({"version": VERSION, **identity})), outputs)
+            self.begun = self._resume()
         except BaseException:
-            if not self._file.length:
-                path.unlink()
             self._file.close()
             raise
+
+    def begin(self) -> None:
+        """Write the first record, unless it is there."""
+        if not self.begun:
+            self._file.append(_encode(self._identity))
+            self._file.sync()
+            sync_folder(self.path)
+            self.begun = True
 
     def append(self, lines: Sequence[int], lengths: Mapping[str, int], totals: Totals) -> None:
         """Note lines that are in the output; they are safe once this returns.
@@ -156,35 +199,46 @@ class Journal:
         self._file.sync()
         self.state.apply(record)
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether any group counts. The file says so, since an exception amid `append` leaves `state` behind it."""
+        return bool(self.state.totals.requests) or len(self._records()[0]) > 1
+
+    def discard(self) -> None:
+        """Leave nothing that another batch would be refused for."""
+        self._file.discard()
+
     def close(self) -> None:
         self._file.close()
 
-    def _lock(self) -> None:
-        try:
-            self._file.lock()
-        except BlockingIOError as error:
-            raise InvalidRequest(f"journal={str(self.path)!r} is in use by another process") from error
-
-    def _open(self, identity: dict[str, Any], outputs: Iterable[Path]) -> None:
-        """Read what is there and cut what is half written; begin with a first record if there is none."""
-        records, end = _read(self.path)
+    def _resume(self) -> bool:
+        """Read what is there and cut what is half written; return whether anything is left."""
+        records, end = self._records()
         self._file.cut(end)
-        if not records:
-            for output in outputs:
-                self._require_none(output)
-            self._file.append(_encode(identity))
-            self._file.sync()
-            sync_folder(self.path)
-            return
-        self._compare(records[0], identity)
+        if records:
+            self._compare(records[0], self._identity)
         for record in records[1:]:
             self.state.apply(record)
+        return bool(records)
 
-    def _require_none(self, output: Path) -> None:
-        if output.exists() and output.stat().st_size:
-            raise InvalidRequest(
-                f"output={str(output)!r} is there already, without a journal {str(self.path)!r} to go on from"
-            )
+    def _records(self) -> tuple[list[dict[str, Any]], int]:
+        """The whole records, and where the last of them ends.
+
+        Raises:
+            InvalidRequest: one that is not the last is not whole: this is not what a process leaves that was killed.
+        """
+        records: list[dict[str, Any]] = []
+        end = 0
+        with self._file.read() as file:
+            for data in file:
+                record = _decode(data)
+                if record is None:
+                    if file.read(1):
+                        raise InvalidRequest(f"journal={str(self.path)!r} is damaged at byte {end}")
+                    break
+                records.append(record)
+                end += len(data)
+        return records, end
 
     def _compare(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         if differs := difference(ours, theirs):
@@ -195,26 +249,6 @@ class Journal:
 
 def _encode(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
-
-
-def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole records of a journal, and where the last of them ends.
-
-    Raises:
-        InvalidRequest: one that is not the last is not whole: this is not what a process leaves that was killed.
-    """
-    records: list[dict[str, Any]] = []
-    end = 0
-    with path.open("rb") as file:
-        for data in file:
-            record = _decode(data)
-            if record is None:
-                if file.read(1):
-                    raise InvalidRequest(f"journal={str(path)!r} is damaged at byte {end}")
-                break
-            records.append(record)
-            end += len(data)
-    return records, end
 
 
 def _decode(data: bytes) -> dict[str, Any] | None:

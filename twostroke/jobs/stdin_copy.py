@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import InvalidRequest
 from .journal import DurableFile
 
 _PIECE_BYTES = 1 << 20
@@ -18,15 +17,10 @@ def stdin_copied(path: Path) -> Iterator[None]:
     """Have `path` hold what stdin holds, until the context ends; a copy that a killed process left is written over.
 
     Raises:
-        InvalidRequest: another process has its copy there.
+        InvalidRequest: another process has its copy there, or it cannot be opened.
         OSError: the disk is full, for example.
     """
-    file = DurableFile(path)
-    try:
-        file.lock()
-    except BlockingIOError as error:
-        file.close()
-        raise InvalidRequest(f"input='-': its copy {str(path)!r} is in use by another process") from error
+    file = DurableFile(path, f"input='-': its copy {str(path)!r}")
     try:
         file.cut(0)
         while piece := sys.stdin.buffer.read(_PIECE_BYTES):
