@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="needs the packages of the extra ray")
 pytestmark = pytest.mark.exhaustive
 
 PATH = "/v1/completions"
-ENGINE = {"device": "cpu", "num_blocks": 600, "max_rows": 8, "seed": 0}
+ENGINE = {"num_blocks": 600, "max_rows": 8, "seed": 0}
 REPLICAS = "ServeReplica:default:replica"
 
 
@@ -33,6 +33,7 @@ def fleet(ray_cluster):
     serve.start(http_options={"port": 18273, "location": "HeadOnly"})
     options = FleetOptions(
         model="tiny",
+        device="cpu",
         engine=ENGINE,
         server={"model_name": MODEL, "max_body_bytes": 50_000},
         gpus=0,
@@ -46,7 +47,7 @@ def fleet(ray_cluster):
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine("tiny", **ENGINE) as engine:
+    with Engine("tiny", device="cpu", **ENGINE) as engine:
         yield engine
 
 
@@ -141,7 +142,8 @@ def test_arguments_of_the_command_line_are_taken():
 
     kind = inspect.signature(build).parameters["options"].annotation
     assert kind is FleetOptions, "Ray Serve gives it a dictionary of strings otherwise"
-    assert kind.model_validate({"model": "tiny", "replicas": "2", "gpus": "0.5"}).replicas == 2
+    options = kind.model_validate({"model": "tiny", "replicas": "2", "gpus": "0", "device": "cpu"})
+    assert (options.replicas, options.gpus, options.device) == (2, 0.0, "cpu")
 
 
 def test_settings_that_replicas_do_not_have_are_refused():

@@ -28,7 +28,7 @@ class FleetOptions(BaseModel):
     """What `serve run twostroke.fleet.app:build NAME=VALUE ...` takes; a configuration file of Ray Serve too.
 
     Attributes:
-        model, engine: the model, and the other arguments of `Engine`.
+        model, device, engine: the model, its device, and the other arguments of `Engine`.
         server: those of `ServerSettings` that are not `NOT_OF_REPLICAS`.
         api_key_file: see `read_api_keys`; read where the application is built.
         replicas: how many, or Ray Serve's autoscaling configuration.
@@ -42,6 +42,7 @@ class FleetOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str = ServerSettings.model_name
+    device: str = "auto"
     engine: dict[str, Any] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
     api_key_file: Path | None = None
@@ -93,5 +94,7 @@ def build(options: FleetOptions) -> Any:
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=options.max_ongoing + options.max_waiting,
     )
-    bound: DeploymentHandle = replicas.bind(settings, {"model": options.model} | options.engine)
+    bound: DeploymentHandle = replicas.bind(
+        settings, {"model": options.model, "device": options.device} | options.engine
+    )
     return ingress.bind(bound, settings.max_body_bytes)
