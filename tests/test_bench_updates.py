@@ -6,6 +6,7 @@ import pytest
 import torch
 from engines import MODES, running
 from typer.testing import CliRunner
+from watching import wait_until
 
 from twostroke import SamplingParams, TwostrokeError
 from twostroke.bench import offline
@@ -13,7 +14,7 @@ from twostroke.bench.ceilings import Ceilings
 from twostroke.bench.offline_workloads import WORKLOADS, Workload
 from twostroke.bench.result import Result
 from twostroke.bench.summary import table_of
-from twostroke.bench.updates import measure_updates, versions_fit
+from twostroke.bench.updates import Updates, measure_updates, versions_fit
 from twostroke.cli.main import app
 
 PROMPTS = [[5, 6, 7], list(range(20, 50)), [9]]
@@ -54,6 +55,35 @@ def test_an_update_that_fails_is_an_error_of_the_run():
         weights = engine.model.copy_weights() | {"extra": torch.ones(1)}
         with pytest.raises(TwostrokeError, match="extra"):
             measure_updates(engine, PROMPTS, PARAMS, weights, every=10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_that_come_after_the_end_hurt_nobody(mode):
+    """Those in flight when Ctrl-C came, or when the last request met its stop id."""
+    with running(mode, num_blocks=64) as engine:
+        expected = engine.generate(PROMPTS, PARAMS, progress=False)
+        updates = Updates(engine, engine.model.copy_weights(), every=1)
+        handles = engine.start(PROMPTS, PARAMS)
+        with pytest.raises(KeyboardInterrupt), updates:
+            interrupt_when(lambda: updates.after)
+        version, counted = engine.weight_version, len(updates.after)
+        updates.append(updates.after[-1])
+        assert [handle.result().token_ids for handle in handles] == [output.token_ids for output in expected]
+        assert (engine.weight_version, len(updates.after)) == (version, counted)
+
+
+def test_an_interrupt_is_told_rather_than_an_update_that_failed():
+    with running("async", num_blocks=64) as engine:
+        updates = Updates(engine, {"extra": torch.ones(1)}, every=1)
+        engine.start([PROMPTS[0]], PARAMS[:1])
+        with pytest.raises(KeyboardInterrupt), updates:
+            interrupt_when(lambda: any(update.done() for update in updates._updates))
+        assert any(update.exception() for update in updates._updates if not update.cancelled())
+
+
+def interrupt_when(condition):
+    wait_until(condition)
+    raise KeyboardInterrupt
 
 
 class Stub:

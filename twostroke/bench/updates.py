@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
@@ -33,30 +34,38 @@ class Updates:
         self._weights = weights
         self._every = every
         self._steps = 0
+        self._over = False
+        self._lock = threading.Lock()  # of `_over`: once it is set, nothing more is submitted
         self._thread = ThreadPoolExecutor(1, "twostroke-updates")
         self._updates: list[Future[int]] = []
 
     def append(self, times: StepTimes) -> None:
-        if times.writes and not times.rested:
-            self.after.append(times)
-        self._steps += 1
-        if self._steps % self._every == 0:
-            self._updates.append(self._thread.submit(self._engine.update_weights, self._weights))
+        """Count a step; those that were in flight at the end still come, and count no more."""
+        with self._lock:
+            if self._over:
+                return
+            if times.writes and not times.rested:
+                self.after.append(times)
+            self._steps += 1
+            if self._steps % self._every == 0:
+                self._updates.append(self._thread.submit(self._engine.update_weights, self._weights))
 
     def __enter__(self) -> Updates:
         self._engine._parts.runner.activity.window = self
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """Wait for the update under way.
 
         Raises:
-            TwostrokeError: one failed.
+            TwostrokeError: one failed, and no other exception is under way.
         """
         self._engine._parts.runner.activity.window = None
+        with self._lock:
+            self._over = True
         self._thread.shutdown(cancel_futures=True)
         for update in self._updates:
-            if not update.cancelled():
+            if kind is None and not update.cancelled():
                 update.result()
 
 
