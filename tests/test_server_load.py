@@ -123,6 +123,25 @@ def test_a_client_that_hangs_up_before_the_first_token(server, beside):
         server.open(PATH, body([7] * 1500, 500)).close()
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize", "/update_weights", "/pause"])
+def test_a_client_that_hangs_up_amid_its_body(server, path):
+    """D13: no error comes out of the application, which the server would log; the status says what happened."""
+    settings = ServerSettings(model_name=MODEL, admin_keys=("key",))
+    app, sent = create_app(Service(server.supervisor, settings)), []
+    messages = [{"type": "http.request", "body": b'{"', "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"9"), (b"authorization", b"Bearer key")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": b"", "query_string": b"", "headers": headers}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499
+
+
 def test_a_client_that_stops_reading_a_stream(server, beside):
     """D17: the openai client's iteration is left."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from ..errors import counted, shown
 from ..openai.errors import ApiError, from_validation_error
@@ -38,21 +39,29 @@ async def read_body(request: Request, kind: type[Body], limit: int) -> Body:
 
     Raises:
         ApiError: it is larger than `limit` bytes, no JSON, or not what `kind` says.
+        ClientGone: the client hung up amid it.
     """
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     # NOTE: a web page can make a browser post other types here without asking, but not this one.
     if media_type != "application/json":
         raise ApiError(415, "the content-type must be application/json", code="unsupported_media_type")
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            message = f"the body is larger than {counted(limit, 'byte')}"
-            raise ApiError(413, message, code="body_too_large")
     try:
-        return kind.model_validate_json(bytes(data))
+        return kind.model_validate_json(await _read(request, limit))
     except ValidationError as error:
         raise from_validation_error(error) from error
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    data = bytearray()
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > limit:
+                message = f"the body is larger than {counted(limit, 'byte')}"
+                raise ApiError(413, message, code="body_too_large")
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return bytes(data)
 
 
 async def read_options(request: Request, kind: type[Body], limit: int) -> Body:
