@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from watching import PATIENCE
 
 from twostroke import InvalidRequest
 from twostroke.jobs import journal as journal_module
@@ -211,31 +213,24 @@ def test_who_is_refused_amid_the_begin_of_another_leaves_its_journal(tmp_path, m
     output.close()
 
 
-def test_processes_that_begin_together_are_one_that_does_and_others_that_are_refused(tmp_path):
-    context = multiprocessing.get_context("fork")
-    for turn in range(20):
-        folder, start = tmp_path / str(turn), context.Barrier(3)
-        folder.mkdir()
-        children = [context.Process(target=begin_together, args=(folder, start)) for _ in range(2)]
-        for child in children:
-            child.start()
-        start.wait()
-        start.wait()
-        for child in children:
-            child.join()
-        assert sorted(child.exitcode for child in children) == [0, 2]
+def test_of_two_that_begin_together_one_is_refused(tmp_path):
+    start = threading.Barrier(2)
 
+    def begin(folder):
+        start.wait(PATIENCE)
+        try:
+            return open_output(folder)
+        except InvalidRequest as error:
+            return str(error)
 
-def begin_together(folder, start):
-    """Ends with 0 if the output is this process's, with 2 if it was refused."""
-    start.wait()
-    try:
-        output = open_output(folder)
-    except InvalidRequest:
-        start.wait()
-        os._exit(2)
-    start.wait()
-    os._exit(0 if journal_of(folder / "out").exists() and output.state.totals.requests == 0 else 1)
+    with ThreadPoolExecutor(2) as threads:
+        for turn in range(50):
+            folder = tmp_path / str(turn)
+            folder.mkdir()
+            output, refusal = sorted(threads.map(begin, [folder] * 2), key=lambda one: isinstance(one, str))
+            assert "is in use by another process" in refusal
+            assert sorted(path.name for path in folder.iterdir()) == ["errors", "out", "out.journal"]
+            output.close()
 
 
 def unusable(folder, kind):
@@ -307,6 +302,19 @@ def test_of_a_run_that_was_killed_before_its_first_group_nothing_bars_another(tm
     with pytest.raises(RuntimeError), open_output(tmp_path):
         raise RuntimeError
     open_output(tmp_path, input="another").close()
+
+
+def test_a_refused_run_leaves_the_journal_of_one_that_was_killed(tmp_path):
+    """Amid its first group: without the journal, its lines would bar the very command that wrote them."""
+    open_output(tmp_path).close()
+    (tmp_path / "out").write_text("half a li")
+    (tmp_path / "out").rename(tmp_path / "kept")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InvalidRequest, match=r"^output='.*' is no regular file"):
+        open_output(tmp_path)
+    (tmp_path / "out").rmdir()
+    (tmp_path / "kept").rename(tmp_path / "out")
+    answer_rest(tmp_path)
 
 
 def test_a_record_that_is_on_the_disk_counts(tmp_path, monkeypatch):

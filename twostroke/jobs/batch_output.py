@@ -43,7 +43,10 @@ class BatchOutput(Answers):
                 self._open(part, own)
             self._journal.begin()
         except BaseException:
-            self._give_up()
+            if self._journal.begun:  # by an earlier run, whose lines may be in a file that could not be opened
+                self.close()
+            else:
+                self._give_up()
             raise
         self._pending: list[int] = []
         self._texts: dict[str, list[bytes]] = {part: [] for part in paths}

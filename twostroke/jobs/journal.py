@@ -95,20 +95,22 @@ class DurableFile:
             raise InvalidRequest(f"{called} is no regular file")
         try:
             self._file, self._made = _opened(self._path)
-        except OSError as error:
-            raise InvalidRequest(f"{called} cannot be opened: {error.strerror}") from error
-        try:
             self._lock()
         except BlockingIOError as error:
-            self.close()
             raise InvalidRequest(f"{called} is in use by another process") from error
+        except OSError as error:
+            raise InvalidRequest(f"{called} cannot be opened: {error.strerror}") from error
         self.length = os.fstat(self._file).st_size
 
     def _lock(self) -> None:
         """Raises BlockingIOError: another process has it, or has just removed it."""
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not self._in_place():
-            raise BlockingIOError
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._in_place():
+                raise BlockingIOError
+        except BaseException:
+            self.close()
+            raise
 
     def _in_place(self) -> bool:
         """Whether the path still leads to this file."""
