@@ -78,8 +78,9 @@ class Problem:
     def set_case(self, lengths):
         shape, lanes = self.shape, len(lengths)
         processors = torch.cuda.get_device_properties().multi_processor_count
-        crowded = is_crowded(lanes, shape.kv_heads, processors)
-        self.tiles = decode_tiles(torch.cuda.get_device_capability(), shape.head_dim, torch.bfloat16, crowded=crowded)
+        self.crowded = is_crowded(lanes, shape.kv_heads, processors)
+        capability = torch.cuda.get_device_capability()
+        self.tiles = decode_tiles(capability, shape.head_dim, torch.bfloat16, crowded=self.crowded)
         counts = [-(-n // BLOCK) for n in lengths]
         free = (1 + torch.randperm(self.blocks - 1)).int()
         table = torch.zeros(lanes, max(counts), dtype=torch.int32)
@@ -127,13 +128,9 @@ class Problem:
 
         return work
 
-    def streamed(self, early, **changes):
+    def streamed(self, early):
         """Return the same by the kernel in CUDA C++."""
-        crowded = is_crowded(
-            len(self.rows), self.shape.kv_heads, torch.cuda.get_device_properties().multi_processor_count
-        )
-        tiles = streamed_tiles(crowded=crowded)._replace(**changes)
-        return self.new(tiles, early, StreamedDecode(torch.device("cuda")))
+        return self.new(streamed_tiles(crowded=self.crowded), early, StreamedDecode(torch.device("cuda")))
 
     def new(self, tiles, early, attend=decode_attention):
         """Return the same by one kernel, its schedule made."""

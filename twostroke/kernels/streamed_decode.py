@@ -1,4 +1,4 @@
-"""Attention of decode lanes in CUDA C++ for compute capability 9.0, see `streamed_decode.cu`."""
+"""Attention of decode lanes in CUDA C++ for compute capability 9.0, see `streamed_decode.cuh`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .decode_schedule import DecodeSchedule
 from .ops import Rotary
 from .paged_decode import DecodeTiles, DecodeWorkspace
 from .softmax_tile import LOG2_E
-from .tensor_map import MAP_BYTES, check, zeroed
+from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
 UNIT = 16
 MAX_GROUP = 8
@@ -65,10 +65,7 @@ class StreamedDecode:
 
     def __init__(self, device: torch.device) -> None:
         self._library = load_library(_SOURCE, _TARGET)
-        if self._library.attention_bytes() != ctypes.sizeof(_Attention):
-            raise RuntimeError(
-                f"the source expects {self._library.attention_bytes()} bytes, not {ctypes.sizeof(_Attention)}"
-            )
+        check_size(_Attention, self._library.attention_bytes())
         self._device = device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -122,7 +119,7 @@ class StreamedDecode:
     def _describe(self, given: _Attention, offset: int, cache: torch.Tensor) -> None:
         """Write the map by which the tensor memory accelerator reads a cache."""
         blocks, kv_heads, block_size, head_dim = cache.shape
-        places = (ctypes.c_void_p(ctypes.addressof(given) + offset), ctypes.c_void_p(cache.data_ptr()))
+        places = (place_in(given, offset), ctypes.c_void_p(cache.data_ptr()))
         lines = head_dim // _LINE
         sizes = (ctypes.c_uint64(blocks * kv_heads * block_size * lines), ctypes.c_uint32(UNIT * lines))
         check(self._library.describe_cache(*places, *sizes), "streamed_decode: describe")

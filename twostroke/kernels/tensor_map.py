@@ -18,6 +18,21 @@ def zeroed(kind: type[AnyArguments]) -> AnyArguments:
     return kind.from_buffer(raw, -ctypes.addressof(raw) % _ALIGNMENT)
 
 
+def check_size(kind: type[ctypes.Structure], size: int) -> None:
+    """Raise if the structure is not as large as its twin in a compiled source.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if ctypes.sizeof(kind) != size:
+        raise RuntimeError(f"{kind.__name__} has {ctypes.sizeof(kind)} bytes, in the compiled source {size}")
+
+
+def place_in(arguments: ctypes.Structure, offset: int) -> ctypes.c_void_p:
+    """Return where the field at `offset` lies."""
+    return ctypes.c_void_p(ctypes.addressof(arguments) + offset)
+
+
 def check(code: int, what: str) -> None:
     """Raise for a code that a function of a compiled source returned.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .compiler import load_library
-from .tensor_map import MAP_BYTES, check, zeroed
+from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
 MAX_TOKENS = 64
 SLICE = 64
@@ -114,8 +114,7 @@ class ThinLinears:
 
     def __init__(self, device: torch.device, eps: float) -> None:
         self._library = load_library(_SOURCE, _TARGET)
-        if self._library.product_bytes() != ctypes.sizeof(_Product):
-            raise RuntimeError(f"a product has {self._library.product_bytes()} bytes, not {ctypes.sizeof(_Product)}")
+        check_size(_Product, self._library.product_bytes())
         self._device = device
         self._eps = eps
 
@@ -214,7 +213,7 @@ class ThinLinears:
                 those of more tokens as much; measured, see bench/NOTES.md.
         """
         rows, columns = matrix.shape
-        places = (ctypes.c_void_p(ctypes.addressof(product) + offset), ctypes.c_void_p(matrix.data_ptr()))
+        places = (place_in(product, offset), ctypes.c_void_p(matrix.data_ptr()))
         sizes = (ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_uint32(box_rows), int(promoted))
         check(self._library.describe_matrix(*places, *sizes), "thin_linear: describe")
 
