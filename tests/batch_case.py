@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
+from twostroke.cli.main import app
 from twostroke.jobs import batch_output
 from twostroke.jobs.batch_job import BatchJob
 
@@ -60,3 +62,11 @@ def run_in_child(source: Path, output: Path, file_bytes: int | None) -> None:
     torch.set_num_threads(1)
     batch_output.GROUP_LINES = 3
     BatchJob(source=source, output=output, engine=ENGINE).run(print)
+
+
+TINY = ("--model", "tiny", "--device", "cpu", "--num-blocks", "64", "--max-rows", "8", "--engine-seed", "1")
+
+
+def run(*arguments):
+    """`twostroke batch` with these arguments."""
+    return CliRunner().invoke(app, ["batch", *map(str, arguments)])
