@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import traceback
+import weakref
 
 import pytest
 import torch
@@ -140,6 +143,7 @@ def break_it(engine, place, error):
     owner, name = {
         "h2d": (runner, "copy_in"),
         "compute": (engine._parts.loaded.model, "forward"),
+        "attention": (engine._parts.forward.attention, "forward"),
         "d2h": (runner, "copy_out"),
         "launch": (runner, "launch"),
         "plan": (scheduler, "plan"),
@@ -185,6 +189,27 @@ def test_a_dead_part_reaches_every_caller(mode, place, error):
         engine.stats()
     assert not any(thread.is_alive() for thread in (engine._life._thread, engine._life.delivery._thread))
     assert engine.stats().steps < 1000, "it went on with work that nobody waits for"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", ["attention", "commit"])
+def test_the_memory_of_a_failed_engine_is_free_though_its_error_is_kept(mode, place):
+    """The frames of an error hold what they worked on, such as a layer's weights."""
+    gc.collect()
+    gc.disable()
+    try:
+        with running(mode) as engine:
+            parts = engine._parts
+            tensors = [*parts.loaded.model.tensors(), *parts.forward.attention.caches]
+            memory = [weakref.ref(tensor) for tensor in tensors]
+            del parts, tensors
+            break_it(engine, place, ValueError("broken"))
+            with pytest.raises(EngineDead) as kept:
+                engine.generate(VICTIM, greedy(20))
+        assert not any(tensor() is not None for tensor in memory)
+        assert "fail_at_the_third" in "".join(traceback.format_exception(kept.value))
+    finally:
+        gc.enable()
 
 
 def test_an_error_while_text_is_made_reaches_the_request_it_was_made_for():

@@ -17,7 +17,7 @@ import pytest
 from engines import MODES, running
 from watching import PATIENCE, quiet, wait_until
 
-from twostroke import Engine, EngineClosed, SamplingParams
+from twostroke import Engine, EngineClosed, InvalidWeights, SamplingParams
 
 PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
 
@@ -158,10 +158,11 @@ def test_a_refused_prompt_starts_none_of_its_call(mode):
         assert engine.stats().steps == 0
 
 
-def test_a_forgotten_engine_is_collected_and_closed():
+def test_a_forgotten_engine_in_a_cycle_is_collected_and_closed():
     """Its memory would otherwise be gone for as long as the process lives."""
     before = len(engine_threads())
     engine = Engine("tiny", device="cpu", num_blocks=16, max_rows=2)
+    engine.itself = engine
     engine.generate(PROMPT, greedy(3))
     gone = weakref.ref(engine)
     del engine
@@ -240,14 +241,64 @@ def test_memory_is_flat_over_many_requests(mode):
         assert run_some(engine, 200) - first < 100, "half an object for each request stays"
 
 
-def test_a_closed_engine_leaves_its_memory_to_the_next_collection():
-    """Weights and cache of an engine that is gone must not stand in the way of the next one's."""
-    engine = Engine("tiny", max_rows=4, num_blocks=64, seed=0)
-    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
-    parts = engine._parts
-    held = [weakref.ref(part) for part in (parts.loaded.model, parts.runner.state, parts.slots[0])]
-    del parts
-    engine.close()
-    del engine
+@pytest.fixture
+def no_collection():
     gc.collect()
-    assert not any(part() for part in held)
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def memory_of(engine):
+    """Weights, packed ones too, cache and the host's blocks."""
+    parts = engine._parts
+    tensors = [*parts.loaded.model.tensors(), *parts.forward.attention.caches, *parts.runner.transfers._blocks._slabs]
+    if parts.loaded.impl == "native":
+        packed = [linear._packed for block in parts.loaded.model.blocks for linear in block.linears]
+        tensors += [tensor for tensor in packed if tensor is not None]
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("mode", MODES)
+def test_close_frees_weights_and_cache_at_once(mode, impl, no_collection):
+    """While somebody still holds the engine, and without the collector; what was asked before and after is answered."""
+    with running(mode, impl=impl, num_blocks=64, offload_bytes=1 << 20) as engine:
+        weights = engine.model.copy_weights()  # which packs them anew
+        memory = memory_of(engine)
+        handle = engine.submit(PROMPT, greedy(6, logprobs=1))
+        output = engine.generate(PROMPT, greedy(6))[0]
+        assert all(tensor() is not None for tensor in memory)
+    assert not any(tensor() is not None for tensor in memory)
+    assert handle.result(0).token_ids == output.token_ids
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.submit(PROMPT)
+    with pytest.raises(EngineClosed):
+        engine.update_weights(weights)
+    with pytest.raises(InvalidWeights, match="another"):
+        engine.update_weights(weights | {"another": weights.popitem()[1]})
+    assert engine.stats().generated_tokens >= 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_but_its_user_keeps_a_closed_engine(mode, no_collection):
+    """Cycles would leave its batch state to the collector; the handle of a request that has ended wants no engine."""
+    with running(mode) as engine:
+        handle = engine.submit(PROMPT, greedy(6))
+        assert len(handle.result(PATIENCE).token_ids) == 6
+        parts = engine._parts
+        held = [weakref.ref(part) for part in (engine, parts.loaded.model, parts.runner.state, *parts.slots)]
+    del engine, parts
+    assert not any(part() is not None for part in held)
+    assert len(handle.result().token_ids) == 6
+
+
+def test_a_forgotten_engine_is_closed_at_once(no_collection):
+    before = engine_threads()
+    engine = Engine("tiny", device="cpu", num_blocks=16, max_rows=2, offload_bytes=1 << 20)
+    engine.generate(PROMPT, greedy(3))
+    memory = memory_of(engine)
+    del engine
+    assert engine_threads() == before
+    assert not any(tensor() is not None for tensor in memory)

@@ -155,7 +155,7 @@ def test_a_cancelled_request_gets_its_output(engine):
     output = handle.result(PATIENCE)  # the iteration was let go of at once, which cancels
     assert output.finish_reason == "cancelled"
     handle.cancel()
-    engine._owner.cancel(handle.sample)  # as a command on its way when the sample ended
+    engine._commands.cancel(handle.sample)  # as a command on its way when the sample ended
     wait_until(lambda: idle(engine))
 
 

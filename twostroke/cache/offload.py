@@ -70,6 +70,10 @@ class HostBlocks:
                 staging[first:last].copy_(host, non_blocking=True)
             self._cache.unpack_blocks(staging, blocks[begin:end])
 
+    def free(self) -> None:
+        """Let go of the memory; nothing is copied any more."""
+        self._slabs, self._staging = [], self._staging.new_empty(0)
+
     def _rounds(self, count: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Cut so many blocks into what the staging buffer holds: begin, end, and the part of the buffer."""
         most = len(self._staging)

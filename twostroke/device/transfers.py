@@ -22,6 +22,7 @@ class Blocks(Protocol):
 
     def save(self, blocks: torch.Tensor, slots: Sequence[int]) -> None: ...
     def load(self, slots: Sequence[int], blocks: torch.Tensor) -> None: ...
+    def free(self) -> None: ...
 
 
 class Done(NamedTuple):
@@ -128,3 +129,8 @@ class Transfers:
         """Wait on the host until nothing is in flight: before the cache is let go of."""
         if self._in_flight:
             self._in_flight[-1].done.synchronize()
+
+    def free(self) -> None:
+        """Let go of the host's memory; nothing is in flight, and nothing will be."""
+        self._blocks.free()
+        self._spare.clear()

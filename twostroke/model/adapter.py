@@ -85,6 +85,9 @@ class TransformersModel:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.weight_bytes = _weight_bytes(model)
         self._compiled: CompiledLayers | None = None
+        state = model.state_dict()
+        first = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
+        self._names = list(first.values())
         with quiet_transformers():
             self.layers: list[LayerSpec] = find_layers(model)
             self.max_positions = _max_positions(model.config)
@@ -170,8 +173,10 @@ class TransformersModel:
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         """The model's parameters and stored buffers by name, each tensor once."""
         state = self._model.state_dict()
-        first = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(state.items())}
-        return {name: state[name] for name in first.values()}
+        return {name: state[name] for name in self._names}
+
+    def free(self) -> None:
+        self._model.to("meta")
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None)."""

@@ -50,6 +50,10 @@ class Model(Protocol):
         """Copy checked tensors over the weights, on the current stream; the storage stays, so graphs stay valid."""
         ...
 
+    def free(self) -> None:
+        """Let go of the weights for good; what else there is to know of the model stays."""
+        ...
+
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None)."""
         ...

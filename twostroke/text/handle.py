@@ -62,7 +62,7 @@ class Handle:
 
     Args:
         samples: those of the request, in the order of their indices.
-        owner: the engine.
+        owner: the engine; let go of once the request has ended.
         place: of the prompt in the call to `generate`.
     """
 
@@ -74,7 +74,7 @@ class Handle:
     def __init__(self, samples: Sequence[Sample], owner: Owner, place: int = 0) -> None:
         self.samples = tuple(samples)
         self._place = place
-        self._owner = owner
+        self._owner: Owner | None = owner
         self._lock = threading.RLock()
         self._waiters: tuple[ThreadWaiter | TaskWaiter, ...] = ()
         self._pieces: dict[int, _Piece] = {}
@@ -105,9 +105,9 @@ class Handle:
 
         Does nothing if it has ended.
         """
-        if not self.done:
+        if (owner := self._owner) is not None:
             for sample in self.samples if index is None else (self.samples[index],):
-                self._owner.cancel(sample)
+                owner.cancel(sample)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the whole output.
@@ -168,10 +168,10 @@ class Handle:
             InvalidRequest: see `require_streamable`.
         """
         self.require_streamable()
-        if not self._streaming and not self.done:
+        if not self._streaming and (owner := self._owner) is not None:
             self._streaming = True
             for sample in self.samples:
-                self._owner.stream(sample)
+                owner.stream(sample)
 
     def require_streamable(self) -> None:
         """Raise `InvalidRequest` if the request has `best_of`: which samples it returns is known at its end."""
@@ -193,7 +193,8 @@ class Handle:
 
     def stop(self, sample: Sample, count: int) -> None:
         """End a sample, whose first `count` tokens make its output; called by delivery."""
-        self._owner.finish(sample, count)
+        if (owner := self._owner) is not None:
+            owner.finish(sample, count)
 
     def push(self, index: int, ids: Sequence[int], text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Add output of sample `index` that came; called by delivery."""
@@ -213,6 +214,8 @@ class Handle:
                 # Of the samples that began to compute the prompt only one may have come to its end.
                 self._prompt_logprobs = max(self._prompt_logprobs or [], log.prompt, key=len)
             self._endings[index] = ending
+            if self.done:
+                self._owner = None
             if self._waiters and (self._streaming or self.done):
                 self._notify()
             listeners = self._on_sample
@@ -225,7 +228,7 @@ class Handle:
         """Make every wait raise `error`, now and later. Does nothing if the request has ended."""
         with self._lock:
             if not self.done:
-                self._error = error
+                self._error, self._owner = error, None
                 self._notify()
         self._call_back()
 
