@@ -6,9 +6,11 @@ import pytest
 
 from twostroke import Engine
 from twostroke.bench import offload, prefix
+from twostroke.bench.offline_workloads import MAX_STEP_TOKENS
 from twostroke.bench.options import BenchOptions
 from twostroke.cache.copy_costs import CopyCosts
 from twostroke.cache.offload import HostBlocks
+from twostroke.errors import InvalidConfig
 from twostroke.model.decoder import Decoder
 
 every_loop = pytest.mark.parametrize("loop", ["sync", "async"])
@@ -45,6 +47,18 @@ def test_preempted_requests_come_back_or_are_computed_again(loop: str) -> None:
         assert run.tokens == 1200
         assert 0 < run.extra["preempting_s"] < run.seconds
         assert run.extra["preempting_s"] + run.extra["rest_s"] == pytest.approx(run.seconds)
+
+
+@pytest.mark.parametrize(("tokens", "step_tokens"), [(20, 32), (80, 32), (200, 3)])
+def test_requests_that_end_before_all_are_preempted_are_refused_at_once(tokens: int, step_tokens: int) -> None:
+    """30 steps for the prompts of both kinds; with 20 tokens, the first has ended before the last has begun."""
+    load = offload.Load("tiny", "cpu", "float32", requests=4, prompt=100, tokens=tokens, block_bytes=BLOCK_BYTES)
+    with pytest.raises(InvalidConfig, match=f"max_step_tokens={step_tokens}"):
+        offload.run_load(load, "async", BenchOptions(repetitions=1, max_step_tokens=step_tokens), lambda line: None)
+
+
+def test_the_requests_of_the_benchmark_are_long_enough() -> None:
+    offload.Load().check(MAX_STEP_TOKENS)
 
 
 @every_loop

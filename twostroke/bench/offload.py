@@ -13,16 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import Engine
-from ..errors import TwostrokeError
+from ..errors import InvalidConfig, TwostrokeError
 from ..sampling_params import SamplingParams
 from ..text.output import RequestOutput
 from .load import EngineLoad, block_figures, measure_load, random_prompt
 from .measure import measured_between
 from .offline import release_memory
+from .offline_workloads import MAX_STEP_TOKENS
 from .options import BenchOptions
 from .result import Result, Run, compared
 
 BLOCK_SIZE = 16
+PATIENCE = 3600.0
+"""Seconds that a level of priority is worth: more than a round takes on any device."""
+
+SPARE_STEPS = 64
+"""Steps that may pass between the first token of the last request and the arrival of the others."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,13 @@ class Load(EngineLoad):
 
     Attributes:
         requests: that are preempted, and that preempt them. prompt: tokens of each.
-        tokens: output tokens of each: more than the steps that all prompts of one kind take, so that all requests of
-            one kind are there at once.
+        tokens: output tokens of each, see `check`.
         block_bytes: of one block of the model in that dtype.
     """
 
     requests: int = 64
     prompt: int = 4000
-    tokens: int = 256
+    tokens: int = 384
     block_bytes: int = 2 << 20
 
     @property
@@ -46,18 +51,32 @@ class Load(EngineLoad):
         """Blocks that all the requests fill."""
         return self.requests * -(-(self.prompt + self.tokens) // BLOCK_SIZE)
 
+    def check(self, step_tokens: int) -> None:
+        """Raise `InvalidConfig` if requests end too soon where a step has so many tokens.
+
+        The first of them decodes while the prompts of all of its kind, and then of all the others, are computed, until
+        the last of these takes its row.
+        """
+        room = step_tokens - self.requests
+        if room < 1 or self.tokens < 2 * -(-self.requests * self.prompt // room) + SPARE_STEPS:
+            raise InvalidConfig(
+                f"max_step_tokens={step_tokens}: the first of {self.requests} requests ends, after {self.tokens} "
+                "tokens, before the last prompt is computed"
+            )
+
 
 def run(name: str, options: BenchOptions, say: Callable[[str], None]) -> Result:
     """Measure both cases under each loop asked for.
 
     Raises:
-        InvalidConfig: there is no CUDA device, or the host lacks the memory.
+        InvalidConfig: there is no CUDA device, the host lacks the memory, or steps are too small.
     """
     return measure_load(name, Load(), run_load, options, say)
 
 
 def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], None]) -> list[Run]:
     """Measure recomputation, then offload with room for all, each in an engine of its own."""
+    load.check(options.step_tokens(MAX_STEP_TOKENS))
     measured: dict[str, list[Run]] = {}
     for case, offload_bytes in (("recompute", None), ("offload", load.blocks * load.block_bytes)):
         say(f"{case}, {loop} loop")
@@ -69,6 +88,7 @@ def run_load(load: Load, loop: str, options: BenchOptions, say: Callable[[str], 
             num_blocks=1 + load.blocks,
             offload_bytes=offload_bytes,
             policy="priority",
+            patience=PATIENCE,
         ) as engine:
             rng = random.Random(0)
             _preempt_all(engine, load, loop, rng)  # graphs of prompt steps are captured meanwhile
@@ -88,7 +108,7 @@ def _preempt_all(engine: Engine, load: Load, loop: str, rng: random.Random) -> R
     low = [random_prompt(rng, engine.model, load.prompt) for _ in range(load.requests)]
     high = [random_prompt(rng, engine.model, load.prompt) for _ in range(load.requests)]
     handles = [engine.submit(prompt, _params(load.tokens, priority=0)) for prompt in low]
-    while engine.stats().running < load.requests or any(h.sample.timings.first_token is None for h in handles):
+    while any(handle.sample.timings.first_token is None and not handle.done for handle in handles):
         time.sleep(0.001)
     before, start = engine.stats(), time.perf_counter()
     others = [engine.submit(prompt, _params(load.tokens, priority=1)) for prompt in high]
