@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
+from twostroke.kernels.announced import Announcements, Written
 from twostroke.kernels.ops import add_rms_norm, silu_mul
 from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
@@ -35,17 +36,26 @@ class Layers:
                         self.h.float().square().sum(1)[None].contiguous())  # fmt: skip
         self.seen, self.wide = bf16(tokens, H), bf16(tokens, INNER)
 
-    def chain(self):
-        x, linears, out = self.x, self.linears, None
+    def chain(self, telling=None):
+        """The layers; with `telling`, products tell each other of each tile."""
+        x, linears, made = self.x, self.linears, []
+        if telling is not None:
+            telling.begin()
         for o, gate_up, down, qkv in zip(*self.thin.values(), strict=True):
-            x = linears.residual(self.seen, o, x.residual, self.norm)
-            x = linears.residual(linears.gated(x, gate_up), down, x.residual, self.norm)
-            out = linears.scaled(x, qkv)
-        return x.residual, out
+            x = linears.residual(Written(self.seen), o, x.residual, self.norm, telling)
+            inner = linears.gated(x, gate_up, telling)
+            y = linears.residual(inner, down, x.residual, self.norm, telling)
+            made += [*x[:3], inner.values]
+            x = y
+            made += [*x[:3], linears.scaled(x, qkv, telling).values]
+        return made
 
-    def cublas(self):
+    def telling(self):
+        return Announcements(sum(weight.tiles for weights in self.thin.values() for weight in weights), self.h.device)
+
+    def cublas(self, count=None):
         r, out = self.h, None
-        for o, gate_up, down, qkv in zip(*self.plain.values(), strict=True):
+        for o, gate_up, down, qkv in zip(*(weights[:count] for weights in self.plain.values()), strict=True):
             n, r = add_rms_norm(F.linear(self.seen, o), r, self.norm, EPS)
             n, r = add_rms_norm(F.linear(silu_mul(F.linear(n, gate_up)), down), r, self.norm, EPS)
             out = F.linear(n, qkv)
@@ -68,7 +78,7 @@ class Layers:
             return self.linears.gated(self.x, weight)
         if name == "qkv":
             return self.linears.scaled(self.x, weight)
-        return self.linears.residual(self.seen if name == "o" else self.wide, weight, self.h, self.norm)
+        return self.linears.residual(Written(self.seen if name == "o" else self.wide), weight, self.h, self.norm)
 
     def all_of(self, name):
         return lambda: [self.one(name, weight) for weight in self.thin[name]]
@@ -80,18 +90,24 @@ def error(got, want):
 
 def check(linears):
     for tokens in (1, 7, 32, 33, 64):
-        layers = Layers(linears, 1, tokens)
-        thin, cublas, exact = layers.chain(), layers.cublas(), layers.exact()
-        figures = [
-            f"thin {error(a, c):.1e}, cuBLAS {error(b, c):.1e}" for a, b, c in zip(thin, cublas, exact, strict=True)
-        ]
-        different = 0
-        for _ in range(500):
-            again = layers.chain()
-            different += not all(torch.equal(a, b) for a, b in zip(again, thin, strict=True))
-        print(
-            f"{tokens} tokens: norm ratios of residual and qkv: {figures}; {different} of 500 runs differ", flush=True
-        )
+        layers = Layers(linears, 4, tokens)
+        for telling in (None, layers.telling()):
+            first = [made.clone() for made in layers.chain(telling)]
+            thin, cublas, exact = (first[4], first[7]), layers.cublas(1), layers.exact()
+            figures = [
+                f"thin {error(a, c):.1e}, cuBLAS {error(b, c):.1e}" for a, b, c in zip(thin, cublas, exact, strict=True)
+            ]
+            different = 0
+            for _ in range(300):
+                again = layers.chain(telling)
+                different += not all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+                for made in again:
+                    made.fill_(float("nan"))
+            print(
+                f"{tokens} tokens, {'told' if telling else 'waiting'}: norm ratios of residual and qkv: {figures}; "
+                f"{different} of 300 runs differ",
+                flush=True,
+            )
 
 
 def main(count=32):
@@ -107,7 +123,9 @@ def main(count=32):
         print(f"us per layer: floor {sum(floor.values()):.1f}", {name: f"{value:.1f}" for name, value in floor.items()})
         print(f"cuBLAS {us * graph_seconds(layers.cublas):.1f}", flush=True)
         alone = {name: f"{us * graph_seconds(layers.all_of(name)):.1f}" for name in SHAPES}
-        print(f"thin {us * graph_seconds(layers.chain):.1f}; each alone {alone}", flush=True)
+        telling = layers.telling()
+        waiting, told = graph_seconds(layers.chain), graph_seconds(lambda layers=layers, t=telling: layers.chain(t))
+        print(f"thin {us * told:.1f}, waiting for whole products {us * waiting:.1f}; each alone {alone}", flush=True)
         heads = [bf16(V, H, scale=0.02) for _ in range(2)]
         thin_heads = [linears.heading(head) for head in heads]
         thin = 1e6 * graph_seconds(lambda layers=layers, ws=thin_heads: [linears.scaled(layers.x, w) for w in ws]) / 2

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import twostroke.kernels.thin_linear as thin_linear
 import twostroke.model.linear as linear
+from twostroke.kernels.announced import Announcements, Written
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears, ThinWeight
 from twostroke.model.load import load_model
@@ -35,19 +36,19 @@ class PlainLinears:
         self.eps = eps
 
     def scaling(self, weight, bias=None):
-        return SimpleNamespace(weight=weight, bias=bias)
+        return SimpleNamespace(weight=weight, bias=bias, tiles=2)
 
     heading = gating = adding = scaling
 
-    def scaled(self, x, weight):
-        return functional.linear(self._normed(x), weight.weight, weight.bias)
+    def scaled(self, x, weight, telling=None):
+        return Written(functional.linear(self._normed(x), weight.weight, weight.bias))
 
-    def gated(self, x, weight):
-        gate, up = self.scaled(x, weight).chunk(2, 1)
-        return functional.silu(gate) * up
+    def gated(self, x, weight, telling):
+        gate, up = self.scaled(x, weight).values.chunk(2, 1)
+        return Written(functional.silu(gate) * up)
 
-    def residual(self, x, weight, residual, norm):
-        total = residual + functional.linear(x, weight.weight)
+    def residual(self, x, weight, residual, norm, telling):
+        total = residual + functional.linear(x.values, weight.weight)
         squares = torch.stack([half.square().sum(1) for half in total.chunk(2, 1)])
         return Scaled(total, total * norm, squares)
 
@@ -168,7 +169,7 @@ def test_weights_are_read_where_they_are(monkeypatch):
     thin, residual = linears.adding(weight), torch.zeros(3, 128, dtype=torch.bfloat16)
     before = weight.data_ptr()
     for _ in range(2):
-        linears.residual(x, thin, residual, norm)
+        linears.residual(Written(x), thin, residual, norm)
         weight.data = weight.clone()
     (first, _), (second, read) = library.read
     assert first == before != second
@@ -183,36 +184,56 @@ def ratio(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
+class Chain:
+    """Products of every kind, each the input of the next, in the shapes of a model."""
+
+    def __init__(self, tokens, hidden, rows):
+        self.linears = ThinLinears(torch.device("cuda"), EPS)
+        self.residual, self.norm, self.wide = bf16(tokens, hidden), bf16(hidden), bf16(tokens, rows // 2)
+        self.into, self.bias, self.gate_up = bf16(rows, hidden, scale=0.03), bf16(rows), bf16(rows, hidden, scale=0.03)
+        self.out = bf16(hidden, rows // 2, scale=0.03)
+        self.telling = Announcements(1000, self.norm.device)
+
+    def run(self):
+        """Return residual, values and squares of the first product, the second, those of the third, three more."""
+        linears, norm, telling = self.linears, self.norm, self.telling
+        telling.begin()
+        x = linears.residual(Written(self.wide), linears.adding(self.out), self.residual, norm, telling)
+        inner = linears.gated(x, linears.gating(self.gate_up), telling)
+        y = linears.residual(inner, linears.adding(self.out), x.residual, norm, telling)
+        makers = (linears.scaling(self.into), linears.heading(self.into), linears.scaling(self.into, self.bias))
+        return (*x[:3], inner.values, *y[:3], *(linears.scaled(y, weight, telling).values for weight in makers))
+
+    def exact(self):
+        """The same in double; squares are of all columns."""
+        into, bias, gate_up, out = (x.double() for x in (self.into, self.bias, self.gate_up, self.out))
+        x = self.residual.double() + self.wide.double() @ out.T
+        gate, up = (self._normed(x) @ gate_up.T).chunk(2, 1)
+        inner = functional.silu(gate) * up
+        y = x + inner @ out.T
+        plain = self._normed(y) @ into.T
+        return (*self._scaled(x), inner, *self._scaled(y), plain, plain, plain + bias)
+
+    def _normed(self, x):
+        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * self.norm.double()
+
+    def _scaled(self, x):
+        return x, x * self.norm.double(), x.square().sum(1)
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("tokens", [1, 7, 32, 33, 64])
 def test_products_are_right_and_the_same_in_every_run(tokens):
-    """Shapes that do not divide into tiles or slices too; every output starts as NaN."""
+    """Shapes that do not divide into tiles or slices too."""
     torch.manual_seed(tokens)
-    linears = ThinLinears(torch.device("cuda"), EPS)
     for hidden, rows in ((1024, 4096), (1000, 1184), (4096, 6144)):
-        h, norm, wide = bf16(tokens, hidden), bf16(hidden), bf16(tokens, rows // 2)
-        into, bias, gate_up, out = (bf16(rows, hidden, scale=0.03), bf16(rows), bf16(rows, hidden, scale=0.03),
-                                    bf16(hidden, rows // 2, scale=0.03))  # fmt: skip
-
-        def run(h=h, norm=norm, wide=wide, into=into, bias=bias, gate_up=gate_up, out=out):
-            x = linears.residual(wide, linears.adding(out), h, norm)
-            scaled = [linears.scaled(x, made(into)) for made in (linears.scaling, linears.heading)]
-            return (
-                *x,
-                *scaled,
-                linears.scaled(x, linears.scaling(into, bias)),
-                linears.gated(x, linears.gating(gate_up)),
-            )
-
-        first = run()
-        total = h.double() + wide.double() @ out.double().T
-        normed = total * torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * norm.double()
-        gate, up = (normed @ gate_up.double().T).chunk(2, 1)
-        plain = normed @ into.double().T
-        wanted = (total, total * norm.double(), None, plain, plain, plain + bias.double(), functional.silu(gate) * up)
-        for got, want in zip(first, wanted, strict=True):
-            assert want is None or ratio(got, want) < 8e-3
-        assert ratio(first[2].sum(0), total.square().sum(1)) < 8e-3
+        chain = Chain(tokens, hidden, rows)
+        first = [made.clone() for made in chain.run()]
+        for got, want in zip(first, chain.exact(), strict=True):
+            assert ratio(got.sum(0) if want.dim() == 1 else got, want) < 1e-2
         for _ in range(50):
-            assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+            made = chain.run()
+            assert all(torch.equal(a, b) for a, b in zip(first, made, strict=True))
+            for tensor in made:
+                tensor.fill_(float("nan"))  # the next run finds them so: what it reads too early shows

@@ -50,6 +50,19 @@ __device__ __forceinline__ void meet_cluster() {
 __device__ __forceinline__ void wait_for_input() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// Counts one more of those who have written their part of something: what this thread wrote, or saw written at a barrier of its
+// block, is there for whoever sees the count.
+__device__ __forceinline__ void announce(int* count) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ int announced(const int* count) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
+}
+// What was seen announced comes before what the tensor memory accelerator reads from now on.
+__device__ __forceinline__ void fence_announced() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 __device__ __forceinline__ uint64_t read_once_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

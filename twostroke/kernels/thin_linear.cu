@@ -6,6 +6,8 @@
 //   * In a block, one warp reads, four multiply, four apply the epilogue of one tile while the next is multiplied.
 //   * Weights depend on nothing. By programmatic dependent launch a product starts while the one before it ends, beside
 //     it on the same multiprocessors, and reads its first weights before it waits for its input.
+//   * It waits for no more than it needs next: a product announces each tile that it has written, and the next one, which
+//     goes through these columns as its k, multiplies with what is there.
 //   * The sum of squares of the next norm, the residual, silu and the norm's scale are parts of the epilogue.
 // Sums are added in a fixed order: results do not depend on timing.
 
@@ -38,6 +40,10 @@ struct Product {
     int in_parts;
     float in_mean_factor, eps;
     int trigger;                    // stages before its last one at which a block lets the next product start
+    int in_columns, in_count;       // of the input: columns of a part that is announced as one, and parts
+    const int* in_ready;            // [in_count]: how often they were announced; null: wait for the kernel ahead
+    const int* in_announcers;       // how often they will be; null: CLUSTER
+    int* out_ready;                 // [tiles]: of the output, each announced CLUSTER times; null: nobody asks
     const float* in_squares;        // [in_parts, tokens]: sums of squares of the input's parts; null: no scale
     const __nv_bfloat16* bias;      // SCALE: [rows], or null
     __nv_bfloat16* out;             // [tokens, out_stride]
@@ -88,30 +94,64 @@ struct Work {
     __device__ int k(int stage) const { return (begin + stage % slices) * SLICE; }
 };
 
+// How much of the input is there. All threads of a warp take part.
+struct Input {
+    const Product& a;
+    int thread, announcers = CLUSTER;
+    int next;  // the first part that may be missing
+
+    __device__ Input(const Product& a, const Work& work, int thread) : a(a), thread(thread) {
+        next = a.in_ready == nullptr ? a.in_count : work.begin * SLICE / a.in_columns;
+        if (a.in_ready == nullptr) wait_for_input();
+        if (a.in_announcers != nullptr) announcers = *a.in_announcers;
+    }
+    // For the columns of k from `begin` on.
+    __device__ __forceinline__ void wait_for(int begin) {
+        int end = min((begin + SLICE - 1) / a.in_columns + 1, a.in_count);
+        if (next >= end) return;
+        while (next < end) {
+            bool there = next + thread >= a.in_count || announced(a.in_ready + next + thread) == announcers;
+            uint32_t missing = ~__ballot_sync(~0u, there);
+            next += missing == 0 ? 32 : __ffs(missing) - 1;
+        }
+        __syncwarp();
+        fence_announced();
+    }
+};
+
 template <class S>
-__device__ void read(Shared<S>& s, const Product& a, const Work& work) {
+__device__ void read(Shared<S>& s, const Product& a, const Work& work, int thread) {
     uint64_t policy = read_once_policy();
     auto load = [&](int stage) {
         int place = stage % S::STAGES, tile = work.tile(stage), k = work.k(stage);
         int row = a.epilogue == SILU ? tile * (S::TILE / 2) : tile * S::TILE;
         int second = a.epilogue == SILU ? a.second_half + row : row + S::TILE / 2;
+        if (thread != 0) return;
         expect(&s.full[place], S::W_BYTES + S::X_BYTES);
         load_once(s.w[place], &a.w, k, row, &s.full[place], policy);
         load_once(s.w[place] + S::W_BYTES / 2, &a.w, k, second, &s.full[place], policy);
     };
+    auto load_its_input = [&](Input& input, int stage) {
+        int place = stage % S::STAGES, k = work.k(stage);
+        input.wait_for(k);
+        if (thread == 0) load_input(s.x[place], &a.x, k, &s.full[place]);
+    };
+    // Never before the kernel ahead is done: one that starts early may rely on all but its predecessor being so.
+    auto let_next = [&] {
+        if (thread == 0) wait_for_input(), let_next_start();
+    };
     int early = min(S::STAGES, work.stages);
     for (int stage = 0; stage < early; ++stage) load(stage);
-    wait_for_input();
-    // Never before the wait: a kernel that starts early may rely on all but its predecessor being done.
-    if (work.stages <= a.trigger + S::STAGES) let_next_start();
-    for (int stage = 0; stage < early; ++stage) load_input(s.x[stage], &a.x, work.k(stage), &s.full[stage]);
+    Input input(a, work, thread);
+    for (int stage = 0; stage < early; ++stage) load_its_input(input, stage);
+    if (work.stages <= a.trigger + S::STAGES) let_next();
 #pragma unroll 1
     for (int stage = early; stage < work.stages; ++stage) {
         int place = stage % S::STAGES;
         wait_for(&s.empty[place], (stage / S::STAGES - 1) & 1);
         load(stage);
-        load_input(s.x[place], &a.x, work.k(stage), &s.full[place]);
-        if (stage == work.stages - 1 - a.trigger) let_next_start();
+        load_its_input(input, stage);
+        if (stage == work.stages - 1 - a.trigger) let_next();
     }
 }
 
@@ -268,6 +308,7 @@ __device__ void finish_tiles(Shared<S>& s, const Product& a, const Work& work, i
         }
         __syncwarp();
         asm volatile("bar.sync 1, %0;" ::"n"(32 * FINISHERS) : "memory");
+        if (worker == 0 && a.out_ready != nullptr) announce(a.out_ready + tile);
         // After the last tile nobody is told: a block may end as soon as it has what it needs.
         if (worker < CLUSTER && tile + work.step < a.tiles)
             asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
@@ -295,8 +336,8 @@ __global__ void __maxnreg__(MOST_REGISTERS[S::KIND]) thin_linear(const __grid_co
         multiply_tiles<S>(s, a, work, warp, lane);
     else if (warp < MULTIPLIERS + FINISHERS)
         finish_tiles<S, EPILOGUE>(s, a, work, threadIdx.x - 32 * MULTIPLIERS);
-    else if (warp == MULTIPLIERS + FINISHERS && lane == 0)
-        read<S>(s, a, work);
+    else if (warp == MULTIPLIERS + FINISHERS)
+        read<S>(s, a, work, lane);
 }
 
 struct Choice {

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from .announced import Announced, Announcements, Written
 from .compiler import load_library
 from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
@@ -49,11 +50,13 @@ class Scaled(NamedTuple):
         residual: bf16 [T, N].
         values: bf16 [T, N], residual x weight of the norm.
         squares: float32 [parts, T], sums of squares of the residual's parts; None: values are the norm's result.
+        announced: tells of the values.
     """
 
     residual: torch.Tensor
     values: torch.Tensor
     squares: torch.Tensor | None
+    announced: Announced | None = None
 
 
 class _Product(ctypes.Structure):
@@ -66,12 +69,13 @@ class _Product(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("second_half", "in_parts")),
         ("in_mean_factor", ctypes.c_float),
         ("eps", ctypes.c_float),
-        ("trigger", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("trigger", "in_columns", "in_count")),
+        *((name, ctypes.c_void_p) for name in ("in_ready", "in_announcers", "out_ready")),
         *(
             (name, ctypes.c_void_p)
             for name in ("in_squares", "bias", "out", "residual", "norm", "scaled", "out_squares")
         ),
-        ("_padding", ctypes.c_char * 24),
+        ("_padding", ctypes.c_char * 120),
     ]
 
 
@@ -92,6 +96,11 @@ class ThinWeight:
     tile: int
     tiles: int
     clusters: int
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the output that a tile gives."""
+        return self.tile // 2 if self.epilogue is Epilogue.SILU else self.tile
 
     @staticmethod
     def fits(weight: torch.Tensor, *, gated: bool = False) -> bool:
@@ -134,26 +143,34 @@ class ThinLinears:
         """A weight for `residual`."""
         return self._weight(weight, None, Epilogue.RESIDUAL, Kind.MANY_BYTES)
 
-    def scaled(self, x: Scaled, weight: ThinWeight) -> torch.Tensor:
-        """Return norm(x) @ weight.T + bias, bf16 [T, N]."""
-        return self._normed(x, weight, weight.weight.shape[0])
+    def scaled(self, x: Scaled, weight: ThinWeight, telling: Announcements | None = None) -> Written:
+        """Return norm(x) @ weight.T + bias, bf16 [T, N], and tell of it."""
+        return self._normed(x, weight, weight.weight.shape[0], telling)
 
-    def gated(self, x: Scaled, weight: ThinWeight) -> torch.Tensor:
-        """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), bf16 [T, N / 2]."""
-        return self._normed(x, weight, weight.weight.shape[0] // 2)
+    def gated(self, x: Scaled, weight: ThinWeight, telling: Announcements | None = None) -> Written:
+        """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), bf16 [T, N / 2], and tell of it."""
+        return self._normed(x, weight, weight.weight.shape[0] // 2, telling)
 
-    def residual(self, x: torch.Tensor, weight: ThinWeight, residual: torch.Tensor, norm: torch.Tensor) -> Scaled:
-        """Return residual + x @ weight.T, scaled by the weight of the next norm.
+    def residual(
+        self,
+        x: Written,
+        weight: ThinWeight,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        telling: Announcements | None = None,
+    ) -> Scaled:
+        """Return residual + x @ weight.T, scaled by the weight of the next norm, and tell of it.
 
         Args:
             x: bf16 [T, K], contiguous.
             residual: bf16 [T, N].
             norm: bf16 [N].
         """
-        rows = weight.weight.shape[0]
-        squares = torch.empty(weight.tiles, x.shape[0], dtype=torch.float32, device=x.device)
-        made = Scaled(_output(x, rows), _output(x, rows), squares)
-        product = self._product(x, weight, made.residual)
+        rows, tokens = weight.weight.shape[0], len(x.values)
+        squares = torch.empty(weight.tiles, tokens, dtype=torch.float32, device=x.values.device)
+        announced = _announced(weight, telling)
+        made = Scaled(_output(x.values, rows), _output(x.values, rows), squares, announced)
+        product = self._product(x, weight, Written(made.residual, announced))
         product.residual = residual.data_ptr()
         product.norm = norm.data_ptr()
         product.scaled = made.values.data_ptr()
@@ -177,9 +194,9 @@ class ThinLinears:
             raise RuntimeError(f"thin_linear: occupancy failed with CUDA error {-clusters}")
         return clusters
 
-    def _normed(self, x: Scaled, weight: ThinWeight, columns: int) -> torch.Tensor:
-        out = _output(x.values, columns)
-        product = self._product(x.values, weight, out)
+    def _normed(self, x: Scaled, weight: ThinWeight, columns: int, telling: Announcements | None) -> Written:
+        out = Written(_output(x.values, columns), _announced(weight, telling))
+        product = self._product(Written(x.values, x.announced), weight, out)
         if x.squares is not None:
             product.in_squares = x.squares.data_ptr()
             product.in_parts = x.squares.shape[0]
@@ -189,20 +206,26 @@ class ThinLinears:
         self._launch(product, weight)
         return out
 
-    def _product(self, x: torch.Tensor, weight: ThinWeight, out: torch.Tensor) -> _Product:
+    def _product(self, x: Written, weight: ThinWeight, out: Written) -> _Product:
         rows, columns = weight.weight.shape
         product = zeroed(_Product)
         product.epilogue = weight.epilogue
         product.tiles, product.slices = weight.tiles, math.ceil(columns / SLICE)
-        product.tokens, product.rows, product.out_stride = x.shape[0], out.shape[1], out.shape[1]
+        (product.tokens, product.rows), product.out_stride = out.values.shape, out.values.shape[1]
         product.second_half = rows // 2
         product.eps = self._eps
         product.trigger = _TRIGGER
-        product.out = out.data_ptr()
+        product.out = out.values.data_ptr()
+        if x.announced is not None:
+            counts, product.in_columns, announcers = x.announced
+            product.in_ready, product.in_count = counts.data_ptr(), len(counts)
+            product.in_announcers = None if announcers is None else announcers.data_ptr()
+        if out.announced is not None:
+            product.out_ready = out.announced.counts.data_ptr()
         # NOTE: the weight too at each launch: an engine that slept has its weights at other addresses.
-        few = x.shape[0] <= 32
+        few = product.tokens <= 32
         self._describe(product, _Product.w.offset, weight.weight, weight.tile // 2, promoted=not few)
-        self._describe(product, _Product.x.offset, x, 32 if few else 64, promoted=True)
+        self._describe(product, _Product.x.offset, x.values, 32 if few else 64, promoted=True)
         return product
 
     def _describe(self, product: _Product, offset: int, matrix: torch.Tensor, box_rows: int, *, promoted: bool) -> None:
@@ -222,6 +245,10 @@ class ThinLinears:
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         shape = (weight.tile, int(weight.kind), weight.clusters)
         check(self._library.launch_product(ctypes.byref(product), *shape, stream), "thin_linear: launch")
+
+
+def _announced(weight: ThinWeight, telling: Announcements | None) -> Announced | None:
+    return None if telling is None else telling.take(weight.tiles, weight.out_columns)
 
 
 def _output(x: torch.Tensor, columns: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..attention.interface import Attention
 from ..kernels import ops
+from ..kernels.announced import Announcements
 from ..kernels.compiler import CompilerMissing
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
@@ -35,6 +36,7 @@ class ThinDecoder:
     """The steps of a decoder that have lanes only, and at most `MAX_TOKENS` of them.
 
     Four products and attention are all that a layer launches: norms, residual and activation are parts of the products.
+    Each starts while the one ahead ends, and is told by it part by part of what it may read.
     A norm's weight multiplies the residual ahead of the product and its scale follows behind it, so a norm's result is
     rounded once instead of twice, and results differ from those of the plain path by the rounding of bf16.
 
@@ -56,6 +58,10 @@ class ThinDecoder:
             for block in decoder.blocks
         ]
         self._head = linears.heading(_weight(decoder.head))
+        parts = sum(weight.tiles for layer in self._layers for weight in layer) + decoder.config.kv_heads * len(
+            self._layers
+        )
+        self._telling = Announcements(parts, decoder.device)
 
     @classmethod
     def made_for(cls, decoder: Decoder) -> ThinDecoder | None:
@@ -76,19 +82,21 @@ class ThinDecoder:
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [T, vocabulary], bf16."""
-        linears, decoder, config = self._linears, self._decoder, self._decoder.config
+        linears, decoder, config, telling = self._linears, self._decoder, self._decoder.config, self._telling
         eps, split = config.norm_eps, (config.heads, config.kv_heads, config.kv_heads)
+        telling.begin()
         tables = ops.rotary_tables(step.positions, decoder.inverse_frequencies, config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, decoder.embedding)
         x = Scaled(residual, ops.rms_norm(residual, decoder.blocks[0].attention_norm, eps), None)
         for index, (block, thin) in enumerate(zip(decoder.blocks, self._layers, strict=True)):
-            heads = linears.scaled(x, thin.qkv).view(len(residual), -1, config.head_dim)
+            heads, told = linears.scaled(x, thin.qkv, telling)
+            q, k, v = heads.view(len(heads), -1, config.head_dim).split(split, dim=1)
             rotary = Rotary(*tables, block.q_norm, block.k_norm, eps)
-            q, k, v = heads.split(split, dim=1)
-            seen = attention.forward_rotary(index, q, k, v, rotary, step).flatten(1)
-            x = linears.residual(seen, thin.output, x.residual, block.mlp_norm)
-            x = linears.residual(linears.gated(x, thin.gate_up), thin.down, x.residual, decoder.norm_after(index))
-        return linears.scaled(x, self._head)
+            seen = attention.forward_announced(index, q, k, v, rotary, step, told, telling)
+            x = linears.residual(seen, thin.output, x.residual, block.mlp_norm, telling)
+            inner = linears.gated(x, thin.gate_up, telling)
+            x = linears.residual(inner, thin.down, x.residual, decoder.norm_after(index), telling)
+        return linears.scaled(x, self._head).values
 
 
 def _fits(decoder: Decoder) -> bool:
