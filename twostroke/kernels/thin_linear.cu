@@ -3,7 +3,7 @@
 // Such a product is as fast as its weights can be read, so everything here serves one thing: that reads never pause.
 //   * Two blocks, a cluster, share a tile of rows of w: each sums over half of k, and sends its sums of half of the tokens to
 //     the other's shared memory. No partial sum goes through global memory.
-//   * In a block, one warp reads, four multiply, four apply the epilogue of one tile while the next is multiplied.
+//   * In a block, one warp reads weights, one reads the input, four multiply, four apply the epilogue of one tile while the next is multiplied.
 //   * Weights depend on nothing. By programmatic dependent launch a product starts while the one before it ends, beside
 //     it on the same multiprocessors, and reads its first weights before it waits for its input.
 //   * It waits for no more than it needs next: a product announces each tile that it has written, and the next one, which
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int CLUSTER = 2;  // blocks that share a tile
 constexpr int SLICE = 64;   // of k in a stage
-constexpr int MULTIPLIERS = 4, FINISHERS = 4, READERS = 1;  // warps
+constexpr int MULTIPLIERS = 4, FINISHERS = 4, READERS = 2;  // warps
 
 enum Epilogue { SCALE = 0, RESIDUAL = 1, SILU = 2 };
 
@@ -90,29 +90,67 @@ struct Work {
         slices = (rank + 1) * a.slices / CLUSTER - begin;
         stages = (a.tiles - first + step - 1) / step * slices;
     }
-    __device__ int tile(int stage) const { return first + stage / slices * step; }
-    __device__ int k(int stage) const { return (begin + stage % slices) * SLICE; }
 };
+
+// The stages of a block's work, one after the other. Whoever reads for one must be quick, so nothing is divided.
+template <class S>
+struct Stage {
+    const Work& work;
+    int number = 0, place = 0, turn = 0, slice = 0, tile;
+
+    __device__ explicit Stage(const Work& work) : work(work), tile(work.first) {}
+    __device__ bool inside() const { return number < work.stages; }
+    __device__ int k() const { return (work.begin + slice) * SLICE; }
+    __device__ void advance() {
+        ++number;
+        if (++place == S::STAGES) place = 0, turn ^= 1;
+        if (++slice == work.slices) slice = 0, tile += work.step;
+    }
+    // Until what the stage before in its place had there was multiplied.
+    __device__ void wait_for_place(Shared<S>& s) const {
+        if (number >= S::STAGES) wait_for(&s.empty[place], turn ^ 1);
+    }
+};
+
+template <class S>
+__device__ void read_weights(Shared<S>& s, const Product& a, const Work& work) {
+    uint64_t policy = read_once_policy();
+    int rows = a.epilogue == SILU ? S::TILE / 2 : S::TILE, to_second = a.epilogue == SILU ? a.second_half : S::TILE / 2;
+#pragma unroll 1
+    for (Stage<S> stage(work); stage.inside(); stage.advance()) {
+        uint64_t* full = &s.full[stage.place];
+        uint8_t* to = s.w[stage.place];
+        int k = stage.k(), row = stage.tile * rows;
+        stage.wait_for_place(s);
+        expect(full, S::W_BYTES);
+        load_once(to, &a.w, k, row, full, policy);
+        load_once(to + S::W_BYTES / 2, &a.w, k, row + to_second, full, policy);
+    }
+}
 
 // How much of the input is there. All threads of a warp take part.
 struct Input {
     const Product& a;
     int thread, announcers = CLUSTER;
-    int next;  // the first part that may be missing
+    int next, written;  // the first part that may be missing, and columns ahead of it
 
     __device__ Input(const Product& a, const Work& work, int thread) : a(a), thread(thread) {
-        next = a.in_ready == nullptr ? a.in_count : work.begin * SLICE / a.in_columns;
-        if (a.in_ready == nullptr) wait_for_input();
+        if (a.in_ready == nullptr) {
+            wait_for_input();
+            written = a.slices * SLICE;
+            return;
+        }
+        next = work.begin * SLICE / a.in_columns, written = next * a.in_columns;
         if (a.in_announcers != nullptr) announcers = *a.in_announcers;
     }
-    // For the columns of k from `begin` on.
-    __device__ __forceinline__ void wait_for(int begin) {
-        int end = min((begin + SLICE - 1) / a.in_columns + 1, a.in_count);
-        if (next >= end) return;
-        while (next < end) {
+    // Until the columns of k ahead of `end` are there.
+    __device__ __forceinline__ void wait_for(int end) {
+        if (written >= end) return;
+        while (written < end) {
             bool there = next + thread >= a.in_count || announced(a.in_ready + next + thread) == announcers;
             uint32_t missing = ~__ballot_sync(~0u, there);
             next += missing == 0 ? 32 : __ffs(missing) - 1;
+            written = next < a.in_count ? next * a.in_columns : a.slices * SLICE;
         }
         __syncwarp();
         fence_announced();
@@ -120,38 +158,23 @@ struct Input {
 };
 
 template <class S>
-__device__ void read(Shared<S>& s, const Product& a, const Work& work, int thread) {
-    uint64_t policy = read_once_policy();
-    auto load = [&](int stage) {
-        int place = stage % S::STAGES, tile = work.tile(stage), k = work.k(stage);
-        int row = a.epilogue == SILU ? tile * (S::TILE / 2) : tile * S::TILE;
-        int second = a.epilogue == SILU ? a.second_half + row : row + S::TILE / 2;
-        if (thread != 0) return;
-        expect(&s.full[place], S::W_BYTES + S::X_BYTES);
-        load_once(s.w[place], &a.w, k, row, &s.full[place], policy);
-        load_once(s.w[place] + S::W_BYTES / 2, &a.w, k, second, &s.full[place], policy);
-    };
-    auto load_its_input = [&](Input& input, int stage) {
-        int place = stage % S::STAGES, k = work.k(stage);
-        input.wait_for(k);
-        if (thread == 0) load_input(s.x[place], &a.x, k, &s.full[place]);
-    };
-    // Never before the kernel ahead is done: one that starts early may rely on all but its predecessor being so.
-    auto let_next = [&] {
-        if (thread == 0) wait_for_input(), let_next_start();
-    };
-    int early = min(S::STAGES, work.stages);
-    for (int stage = 0; stage < early; ++stage) load(stage);
+__device__ void read_input(Shared<S>& s, const Product& a, const Work& work, int thread) {
+    // The next product may start once this one has asked for its first stages, and for all but `trigger`.
+    int last_before = max(min(S::STAGES, work.stages), work.stages - a.trigger) - 1;
     Input input(a, work, thread);
-    for (int stage = 0; stage < early; ++stage) load_its_input(input, stage);
-    if (work.stages <= a.trigger + S::STAGES) let_next();
 #pragma unroll 1
-    for (int stage = early; stage < work.stages; ++stage) {
-        int place = stage % S::STAGES;
-        wait_for(&s.empty[place], (stage / S::STAGES - 1) & 1);
-        load(stage);
-        load_its_input(input, stage);
-        if (stage == work.stages - 1 - a.trigger) let_next();
+    for (Stage<S> stage(work); stage.inside(); stage.advance()) {
+        uint64_t* full = &s.full[stage.place];
+        int k = stage.k();
+        stage.wait_for_place(s);
+        input.wait_for(k + SLICE);
+        if (thread == 0) {
+            expect(full, S::X_BYTES);
+            load_input(s.x[stage.place], &a.x, k, full);
+            // Never before the kernel ahead is done: one that starts early may rely on all but its predecessor being so.
+            if (stage.number == last_before) wait_for_input(), let_next_start();
+        }
+        __syncwarp();
     }
 }
 
@@ -322,7 +345,7 @@ __global__ void __maxnreg__(MOST_REGISTERS[S::KIND]) thin_linear(const __grid_co
     // The same offset in every block of a cluster, since dynamic shared memory starts at the same place in all.
     Shared<S>& s = *reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[i], 1), prepare(&s.empty[i], MULTIPLIERS);
+        for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[i], READERS), prepare(&s.empty[i], MULTIPLIERS);
         prepare(&s.sums_here, 1), prepare(&s.sums_read, CLUSTER);
         fence_prepared();
         expect(&s.sums_here, 4 * CLUSTER * S::SHARE * S::TILE);
@@ -336,8 +359,10 @@ __global__ void __maxnreg__(MOST_REGISTERS[S::KIND]) thin_linear(const __grid_co
         multiply_tiles<S>(s, a, work, warp, lane);
     else if (warp < MULTIPLIERS + FINISHERS)
         finish_tiles<S, EPILOGUE>(s, a, work, threadIdx.x - 32 * MULTIPLIERS);
-    else if (warp == MULTIPLIERS + FINISHERS)
-        read<S>(s, a, work, lane);
+    else if (warp == MULTIPLIERS + FINISHERS && lane == 0)
+        read_weights<S>(s, a, work);
+    else if (warp == MULTIPLIERS + FINISHERS + 1)
+        read_input<S>(s, a, work, lane);
 }
 
 struct Choice {
