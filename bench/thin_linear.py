@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
-from twostroke.kernels.announced import Announcements, Written
+from twostroke.kernels.announced import Written
 from twostroke.kernels.ops import add_rms_norm, silu_mul
 from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
@@ -24,10 +24,15 @@ def bf16(*shape, scale=1.0):
 
 
 class Layers:
-    """Random layers, and what runs them."""
+    """Random layers, and what runs them.
 
-    def __init__(self, linears, count, tokens=TOKENS):
-        self.linears = linears
+    Args:
+        told: products tell each other of each tile; otherwise each waits for the whole one ahead.
+    """
+
+    def __init__(self, count, tokens=TOKENS, *, told=False):
+        self.linears = linears = ThinLinears(torch.device("cuda"), EPS)
+        self.told = told
         self.plain = {name: [bf16(*shape, scale=0.02) for _ in range(count)] for name, shape in SHAPES.items()}
         makers = {"o": linears.adding, "down": linears.adding, "gate_up": linears.gating, "qkv": linears.scaling}
         self.thin = {name: [makers[name](w) for w in ws] for name, ws in self.plain.items()}
@@ -36,22 +41,18 @@ class Layers:
                         self.h.float().square().sum(1)[None].contiguous())  # fmt: skip
         self.seen, self.wide = bf16(tokens, H), bf16(tokens, INNER)
 
-    def chain(self, telling=None):
-        """The layers; with `telling`, products tell each other of each tile."""
+    def chain(self):
+        """Return all that each layer makes: eight tensors."""
         x, linears, made = self.x, self.linears, []
-        if telling is not None:
-            telling.begin()
+        if self.told:
+            linears.begin()
         for o, gate_up, down, qkv in zip(*self.thin.values(), strict=True):
-            x = linears.residual(Written(self.seen), o, x.residual, self.norm, telling)
-            inner = linears.gated(x, gate_up, telling)
-            y = linears.residual(inner, down, x.residual, self.norm, telling)
-            made += [*x[:3], inner.values]
+            x = linears.residual(Written(self.seen), o, x.residual, self.norm)
+            inner = linears.gated(x, gate_up)
+            y = linears.residual(inner, down, x.residual, self.norm)
+            made += [*x[:3], inner.values, *y[:3], linears.scaled(y, qkv)]
             x = y
-            made += [*x[:3], linears.scaled(x, qkv, telling).values]
         return made
-
-    def telling(self):
-        return Announcements(sum(weight.tiles for weights in self.thin.values() for weight in weights), self.h.device)
 
     def cublas(self, count=None):
         r, out = self.h, None
@@ -88,50 +89,57 @@ def error(got, want):
     return float((got.double() - want).norm() / want.norm())
 
 
-def check(linears):
+def check():
     for tokens in (1, 7, 32, 33, 64):
-        layers = Layers(linears, 4, tokens)
-        for telling in (None, layers.telling()):
-            first = [made.clone() for made in layers.chain(telling)]
+        for told in (False, True):
+            layers = Layers(4, tokens, told=told)
+            first = [made.clone() for made in layers.chain()]
             thin, cublas, exact = (first[4], first[7]), layers.cublas(1), layers.exact()
             figures = [
                 f"thin {error(a, c):.1e}, cuBLAS {error(b, c):.1e}" for a, b, c in zip(thin, cublas, exact, strict=True)
             ]
             different = 0
             for _ in range(300):
-                again = layers.chain(telling)
+                again = layers.chain()
                 different += not all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
                 for made in again:
-                    made.fill_(float("nan"))
+                    made.fill_(float("nan"))  # what the next run reads too early shows
             print(
-                f"{tokens} tokens, {'told' if telling else 'waiting'}: norm ratios of residual and qkv: {figures}; "
+                f"{tokens} tokens, {'told' if told else 'waiting'}: norm ratios of residual and qkv: {figures}; "
                 f"{different} of 300 runs differ",
                 flush=True,
             )
 
 
+def time_layers(tokens, count, bandwidth):
+    us = 1e6 / count
+    layers = Layers(count, tokens)
+    print(tokens, "tokens:", {name: (ws[0].tile, ws[0].tiles, ws[0].clusters) for name, ws in layers.thin.items()})
+    floor = {name: 1e6 * w[0].nbytes / bandwidth for name, w in layers.plain.items()}
+    print(f"us per layer: floor {sum(floor.values()):.1f}", {name: f"{value:.1f}" for name, value in floor.items()})
+    print(f"cuBLAS {us * graph_seconds(layers.cublas):.1f}", flush=True)
+    alone = {name: f"{us * graph_seconds(layers.all_of(name)):.1f}" for name in SHAPES}
+    waiting = us * graph_seconds(layers.chain)
+    del layers
+    told = us * graph_seconds(Layers(count, tokens, told=True).chain)
+    print(f"thin {told:.1f}, waiting for whole products {waiting:.1f}; each alone {alone}", flush=True)
+
+
+def time_heads(tokens, bandwidth):
+    layers, heads = Layers(1, tokens), [bf16(V, H, scale=0.02) for _ in range(2)]
+    thin_heads = [layers.linears.heading(head) for head in heads]
+    thin = 1e6 * graph_seconds(lambda: [layers.linears.scaled(layers.x, head) for head in thin_heads]) / 2
+    cublas = 1e6 * graph_seconds(lambda: [F.linear(layers.h, head) for head in heads]) / 2
+    print(f"head: thin {thin:.1f}, cuBLAS {cublas:.1f}, floor {1e6 * heads[0].nbytes / bandwidth:.1f}", flush=True)
+
+
 def main(count=32):
     torch.manual_seed(0)
-    linears = ThinLinears(torch.device("cuda"), EPS)
-    check(linears)
+    check()
     bandwidth = measure_ceilings().read_bytes_per_s
-    us = 1e6 / count
     for tokens in (32, 64):
-        layers = Layers(linears, count, tokens)
-        print(tokens, "tokens:", {name: (ws[0].tile, ws[0].tiles, ws[0].clusters) for name, ws in layers.thin.items()})
-        floor = {name: 1e6 * w[0].nbytes / bandwidth for name, w in layers.plain.items()}
-        print(f"us per layer: floor {sum(floor.values()):.1f}", {name: f"{value:.1f}" for name, value in floor.items()})
-        print(f"cuBLAS {us * graph_seconds(layers.cublas):.1f}", flush=True)
-        alone = {name: f"{us * graph_seconds(layers.all_of(name)):.1f}" for name in SHAPES}
-        telling = layers.telling()
-        waiting, told = graph_seconds(layers.chain), graph_seconds(lambda layers=layers, t=telling: layers.chain(t))
-        print(f"thin {us * told:.1f}, waiting for whole products {us * waiting:.1f}; each alone {alone}", flush=True)
-        heads = [bf16(V, H, scale=0.02) for _ in range(2)]
-        thin_heads = [linears.heading(head) for head in heads]
-        thin = 1e6 * graph_seconds(lambda layers=layers, ws=thin_heads: [linears.scaled(layers.x, w) for w in ws]) / 2
-        cublas = 1e6 * graph_seconds(lambda layers=layers, ws=heads: [F.linear(layers.h, w) for w in ws]) / 2
-        print(f"head: thin {thin:.1f}, cuBLAS {cublas:.1f}, floor {1e6 * heads[0].nbytes / bandwidth:.1f}")
-        del layers, heads, thin_heads
+        time_layers(tokens, count, bandwidth)
+        time_heads(tokens, bandwidth)
 
 
 if __name__ == "__main__":

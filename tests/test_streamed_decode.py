@@ -18,7 +18,6 @@ from paged_case import make_case
 from twostroke.attention.interface import LayerSpec
 from twostroke.attention.torch_backend import TorchAttention
 from twostroke.kernels import ops, streamed_decode
-from twostroke.kernels.announced import Announced
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.ops import Rotary
 from twostroke.kernels.streamed_decode import UNIT, StreamedDecode, streamed_tiles
@@ -144,10 +143,7 @@ def plain(case, spec, num_blocks, block_size, rotary):
 
 
 class Streamed:
-    """Runs the kernel on a case, the first time on a cache that lacks the newest positions.
-
-    Its input is announced in parts of 96 columns, and is so already; its output is announced.
-    """
+    """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
     def __init__(self, attend, case, spec, num_blocks, block_size, *, stages, extra, min_share=1):
         device = case.q.device
@@ -158,11 +154,6 @@ class Streamed:
         self.workspace.partial.fill_(NAN)
         self.workspace.log_sum.fill_(NAN)
         self.schedule = DecodeSchedule.empty(case.step.num_lanes, extra, device)
-        heads = [x.shape[1] for x in (case.q, case.k, case.v)]
-        self.qkv = torch.cat([case.q, case.k, case.v], 1).split(heads, 1)
-        parts = -(-sum(heads) * spec.head_dim // 96)
-        self.announced = Announced(torch.full((parts,), 2, dtype=torch.int32, device=device), 96)
-        self.told = Announced(torch.zeros(spec.kv_heads, dtype=torch.int32, device=device), 0)
         case.fill(self.cache)
 
     def __call__(self, rotary):
@@ -171,12 +162,10 @@ class Streamed:
         make_schedule(self.schedule, step.lane_rows, step.lane_lengths, **cut)
         out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
         self.attend(
-            *self.qkv, rotary, self.cache.keys[0], self.cache.values[0],
+            case.q, case.k, case.v, rotary, self.cache.keys[0], self.cache.values[0],
             step.block_tables[spec.group], step.cache_slots[spec.group], self.schedule, out, self.workspace,
-            scale=spec.scale, tiles=self.tiles, announced=self.announced, telling=self.told,
+            scale=spec.scale, tiles=self.tiles,
         )  # fmt: skip
-        assert torch.equal(self.told.counts, self.schedule.words[0, 0].expand(spec.kv_heads))
-        self.told.counts.zero_()
         assert not self.workspace.arrivals.any()
         assert not self.workspace.tickets.any()
         return out
@@ -207,8 +196,8 @@ def test_equals_rotating_writing_and_attending(
     case, num_blocks = make_case(spec, device=where, **options)
     rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms, where)
     keys, values, expected = plain(case, spec, num_blocks, block_size, rotary)
+    inputs = [x.clone() for x in (case.q, case.k, case.v)]
     run = Streamed(launcher(where), case, spec, num_blocks, block_size, stages=stages, extra=9)
-    inputs = [x.clone() for x in run.qkv]
     first = run(rotary)
     torch.testing.assert_close(run.cache.keys[0][1:].float(), keys[1:], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(run.cache.values[0][1:].float(), values[1:], rtol=0, atol=0, equal_nan=True)
@@ -216,7 +205,7 @@ def test_equals_rotating_writing_and_attending(
     dead = case.step.lane_lengths == 0
     assert torch.equal(first[dead], torch.zeros_like(first[dead]))
     torch.testing.assert_close(first[~dead].float(), expected[~dead], rtol=2e-2, atol=2e-2)
-    assert all(torch.equal(x, before) for x, before in zip(run.qkv, inputs, strict=True))
+    assert all(torch.equal(x, before) for x, before in zip((case.q, case.k, case.v), inputs, strict=True))
     for _ in range(20 if where == "cuda" else 1):
         assert torch.equal(run(rotary), first)
 

@@ -35,19 +35,22 @@ class PlainLinears:
     def __init__(self, eps):
         self.eps = eps
 
+    def begin(self):
+        pass
+
     def scaling(self, weight, bias=None):
-        return SimpleNamespace(weight=weight, bias=bias, tiles=2)
+        return SimpleNamespace(weight=weight, bias=bias)
 
     heading = gating = adding = scaling
 
-    def scaled(self, x, weight, telling=None):
-        return Written(functional.linear(self._normed(x), weight.weight, weight.bias))
+    def scaled(self, x, weight):
+        return functional.linear(self._normed(x), weight.weight, weight.bias)
 
-    def gated(self, x, weight, telling):
-        gate, up = self.scaled(x, weight).values.chunk(2, 1)
+    def gated(self, x, weight):
+        gate, up = self.scaled(x, weight).chunk(2, 1)
         return Written(functional.silu(gate) * up)
 
-    def residual(self, x, weight, residual, norm, telling):
+    def residual(self, x, weight, residual, norm):
         total = residual + functional.linear(x.values, weight.weight)
         squares = torch.stack([half.square().sum(1) for half in total.chunk(2, 1)])
         return Scaled(total, total * norm, squares)
@@ -136,10 +139,10 @@ def test_the_source_compiles(tmp_path):
 
 
 class StandIn:
-    """The functions of the compiled source; a described matrix is its address. Keeps what launched products read."""
+    """The functions of the compiled source; a described matrix is its address. Keeps what was launched."""
 
     def __init__(self):
-        self.read = []
+        self.launched = []
 
     def product_bytes(self):
         return ctypes.sizeof(thin_linear._Product)
@@ -152,28 +155,84 @@ class StandIn:
         return 0
 
     def launch_product(self, product, *_):
-        fields = (thin_linear._Product.w, thin_linear._Product.x)
-        at = ctypes.addressof(product._obj)
-        self.read.append(tuple(ctypes.c_uint64.from_address(at + field.offset).value for field in fields))
+        self.launched.append(thin_linear._Product.from_buffer_copy(product._obj))
         return 0
 
+    def read(self):
+        """Where launched products found weight and input."""
+        fields = (thin_linear._Product.w, thin_linear._Product.x)
+        return [
+            [ctypes.c_uint64.from_address(ctypes.addressof(product) + field.offset).value for field in fields]
+            for product in self.launched
+        ]
 
-def test_weights_are_read_where_they_are(monkeypatch):
-    """G11: an engine that slept has them at other addresses than those at which it was built."""
-    library = StandIn()
-    monkeypatch.setattr(thin_linear, "load_library", lambda *_: library)
+
+@pytest.fixture
+def library(monkeypatch):
+    made = StandIn()
+    monkeypatch.setattr(thin_linear, "load_library", lambda *_: made)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    return made
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def test_weights_are_read_where_they_are(library):
+    """G11: an engine that slept has them at other addresses than those at which it was built."""
     linears = ThinLinears(CPU, EPS)
-    weight, x, norm = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((128, 256), (3, 256), (128,)))
-    thin, residual = linears.adding(weight), torch.zeros(3, 128, dtype=torch.bfloat16)
+    weight, x, norm = zeros(128, 256), zeros(3, 256), zeros(128)
+    thin, residual = linears.adding(weight), zeros(3, 128)
     before = weight.data_ptr()
     for _ in range(2):
         linears.residual(Written(x), thin, residual, norm)
         weight.data = weight.clone()
-    (first, _), (second, read) = library.read
+    (first, _), (second, read) = library.read()
     assert first == before != second
     assert read == x.data_ptr()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_products_tell_each_other(library, told):
+    """Each output that a product reads has counts of its own; what attention saw has none, and tells nobody."""
+    linears = ThinLinears(CPU, EPS)
+    output, down = (linears.adding(zeros(128, columns)) for columns in (256, 384))
+    gate_up, qkv = linears.gating(zeros(768, 128)), linears.scaling(zeros(512, 128))
+    for _ in range(2):
+        if told:
+            linears.begin()
+        x = linears.residual(Written(zeros(3, 256)), output, zeros(3, 128), zeros(128))
+        x = linears.residual(linears.gated(x, gate_up), down, x.residual, zeros(128))
+        linears.scaled(x, qkv)
+    o, gated, added, scaled, *again = library.launched
+    assert o.in_ready is None
+    assert scaled.out_ready is None
+    assert [product.out_ready for product in again] == [product.out_ready for product in (o, gated, added, scaled)]
+    if not told:
+        assert all(product.in_ready is product.out_ready is None for product in (o, gated, added, scaled))
+        return
+    for product, following in ((o, gated), (gated, added), (added, scaled)):
+        assert product.out_ready == following.in_ready
+        assert following.in_count == product.tiles
+        assert (
+            (following.in_count - 1) * following.in_columns < product.rows <= following.in_count * following.in_columns
+        )
+    assert [made.out_ready - o.out_ready for made in (gated, added)] == [4 * o.tiles, 4 * (o.tiles + gated.tiles)]
+
+
+def test_announcements_of_a_step():
+    told = Announcements(5, CPU)
+    for _ in range(2):
+        told.begin()
+        outputs = told.take(2, 64), told.take(3, 56)
+        assert [(len(counts), columns) for counts, columns in outputs] == [(2, 64), (3, 56)]
+        for counts, _ in outputs:
+            assert not counts.any()
+            counts += 1
+    with pytest.raises(RuntimeError, match="6 parts at least: there is room for 5"):
+        told.take(1, 8)
 
 
 def bf16(*shape, scale=1.0):
@@ -188,21 +247,21 @@ class Chain:
     """Products of every kind, each the input of the next, in the shapes of a model."""
 
     def __init__(self, tokens, hidden, rows):
-        self.linears = ThinLinears(torch.device("cuda"), EPS)
         self.residual, self.norm, self.wide = bf16(tokens, hidden), bf16(hidden), bf16(tokens, rows // 2)
         self.into, self.bias, self.gate_up = bf16(rows, hidden, scale=0.03), bf16(rows), bf16(rows, hidden, scale=0.03)
         self.out = bf16(hidden, rows // 2, scale=0.03)
-        self.telling = Announcements(1000, self.norm.device)
+        self.linears = linears = ThinLinears(torch.device("cuda"), EPS)
+        self.adding, self.gating = [linears.adding(self.out) for _ in range(2)], linears.gating(self.gate_up)
+        into = self.into
+        self.others = linears.scaling(into), linears.heading(into), linears.scaling(into, self.bias)
 
     def run(self):
         """Return residual, values and squares of the first product, the second, those of the third, three more."""
-        linears, norm, telling = self.linears, self.norm, self.telling
-        telling.begin()
-        x = linears.residual(Written(self.wide), linears.adding(self.out), self.residual, norm, telling)
-        inner = linears.gated(x, linears.gating(self.gate_up), telling)
-        y = linears.residual(inner, linears.adding(self.out), x.residual, norm, telling)
-        makers = (linears.scaling(self.into), linears.heading(self.into), linears.scaling(self.into, self.bias))
-        return (*x[:3], inner.values, *y[:3], *(linears.scaled(y, weight, telling).values for weight in makers))
+        linears, norm = self.linears, self.norm
+        x = linears.residual(Written(self.wide), self.adding[0], self.residual, norm)
+        inner = linears.gated(x, self.gating)
+        y = linears.residual(inner, self.adding[1], x.residual, norm)
+        return (*x[:3], inner.values, *y[:3], *(linears.scaled(y, weight) for weight in self.others))
 
     def exact(self):
         """The same in double; squares are of all columns."""
@@ -223,16 +282,20 @@ class Chain:
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 32, 33, 64])
-def test_products_are_right_and_the_same_in_every_run(tokens):
+def test_products_are_right_and_the_same_in_every_run(tokens, told):
     """Shapes that do not divide into tiles or slices too."""
     torch.manual_seed(tokens)
     for hidden, rows in ((1024, 4096), (1000, 1184), (4096, 6144)):
         chain = Chain(tokens, hidden, rows)
+        begin = chain.linears.begin if told else lambda: None
+        begin()
         first = [made.clone() for made in chain.run()]
         for got, want in zip(first, chain.exact(), strict=True):
             assert ratio(got.sum(0) if want.dim() == 1 else got, want) < 1e-2
         for _ in range(50):
+            begin()
             made = chain.run()
             assert all(torch.equal(a, b) for a, b in zip(first, made, strict=True))
             for tensor in made:

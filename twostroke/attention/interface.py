@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import ops
-from ..kernels.announced import Announced, Announcements, Written
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
 from .groups import Room, block_bytes, rooms_of
@@ -135,28 +134,6 @@ class Attention(ABC):
         """Apply `rotary` to q and k, then `forward`. q and k may be overwritten; other arguments as there."""
         ops.rotate_(q, k, *rotary)
         return self.forward(layer, q, k, v, step)
-
-    def forward_announced(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: Rotary,
-        step: StepInputs,
-        announced: Announced | None,
-        telling: Announcements,
-    ) -> Written:
-        """`forward_rotary` of lanes, between two kernels of which each may start early.
-
-        Args:
-            announced: tells of q, k and v, the columns of one output in this order.
-            telling: where the output may be told of.
-
-        Returns:
-            [T, heads * head_dim].
-        """
-        return Written(self.forward_rotary(layer, q, k, v, rotary, step).flatten(1))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.announced import Announced, Announcements, Written
 from ..kernels.cache_write import cache_write
 from ..kernels.compiler import CompilerMissing
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
@@ -96,34 +95,8 @@ class TritonAttention(TritonCache):
     ) -> torch.Tensor:
         return self._attend(layer, q, k, v, rotary, step)
 
-    def forward_announced(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: Rotary,
-        step: StepInputs,
-        announced: Announced | None,
-        telling: Announcements,
-    ) -> Written:
-        kind = self._kind(layer, step.num_lanes)
-        if not isinstance(kind.attend, StreamedDecode):
-            return super().forward_announced(layer, q, k, v, rotary, step, announced, telling)
-        spec, records = self.layers[layer], self._schedules[kind].words[0]
-        told = telling.take(spec.kv_heads, spec.heads // spec.kv_heads * spec.head_dim, records[:1])
-        out = self._attend(layer, q, k, v, rotary, step, announced=announced, telling=told)
-        return Written(out.flatten(1), told)
-
     def _attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: Rotary | None,
-        step: StepInputs,
-        **announcements: Announced | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary | None, step: StepInputs
     ) -> torch.Tensor:
         # NOTE: layer 0 always starts anew: a slot may hand over the same step with new contents in its tensors.
         starts = layer == 0 or step is not self._step
@@ -137,7 +110,6 @@ class TritonAttention(TritonCache):
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
                 self._workspace, scale=spec.scale, tiles=kind.tiles, early=self._early and not starts,
-                **announcements,
             )  # fmt: skip
         if step.num_chunks or q.shape[0] > lanes:
             # NOTE: after the lanes, since those that are not in use write zeros where chunk tokens are.

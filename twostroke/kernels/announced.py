@@ -11,14 +11,12 @@ class Announced(NamedTuple):
     """Which columns of an output are written.
 
     Attributes:
-        counts: int32 [parts], how often each part has been announced.
+        counts: int32 [parts], how often each part has been announced: as often as blocks write it, in the end.
         columns: of a part; the last one may have fewer.
-        announcers: int32 [1], how often a part is announced until it is written; None: twice.
     """
 
     counts: torch.Tensor
     columns: int
-    announcers: torch.Tensor | None = None
 
 
 class Written(NamedTuple):
@@ -41,12 +39,12 @@ class Announcements:
 
     def begin(self) -> None:
         """Start a step, on the current stream: nothing has been announced."""
-        self._counts.fill_(0)
+        self._counts.fill_(0)  # by a kernel: the product behind it may be one that starts early
         self._taken = 0
 
-    def take(self, parts: int, columns: int, announcers: torch.Tensor | None = None) -> Announced:
+    def take(self, parts: int, columns: int) -> Announced:
         """Return the counts of the step's next output."""
         begin, self._taken = self._taken, self._taken + parts
         if self._taken > len(self._counts):
             raise RuntimeError(f"a step announces {self._taken} parts at least: there is room for {len(self._counts)}")
-        return Announced(self._counts[begin : self._taken], columns, announcers)
+        return Announced(self._counts[begin : self._taken], columns)

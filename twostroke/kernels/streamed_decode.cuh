@@ -24,7 +24,6 @@
 namespace {
 
 constexpr int WARPS = 4;
-constexpr int ANNOUNCERS = 2;  // of a part of the input: the blocks of a cluster, see thin_linear.cu
 constexpr int RECORD = 8, ROW = 0, LANE = 1, BEGIN = 2, END = 3, SPLIT = 4, SPLITS = 5;  // see decode_schedule.py
 
 struct Attention {
@@ -32,7 +31,6 @@ struct Attention {
     int kv_heads, group, block_units, table_stride, most_records;
     int q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
     int zero;                                               // is 0, which the compiler cannot know
-    int in_columns, k_column, v_column;                     // of q, k and v as one input: those of a part, where k and v begin
     float eps, scale;                                       // the scale includes log2(e)
     const __nv_bfloat16 *q, *k, *v;
     const float *cosines, *sines;              // [lanes, DIM / 2]; null: nothing to rotate or to norm
@@ -43,9 +41,7 @@ struct Attention {
     const int* schedule;
     float *partial, *log_sum;
     int* arrivals;
-    int* tickets;         // taken, and warps that are done; both zero between launches
-    const int* in_ready;  // how often each part of the input was announced; null: wait for the kernel ahead
-    int* out_ready;       // [kv_heads]: a head's output is announced once for each record; null: nobody asks
+    int* tickets;  // taken, and warps that are done; both zero between launches
     __nv_bfloat16* out;
 };
 
@@ -80,21 +76,6 @@ struct Share {
     __device__ int last_unit() const { return begin < end ? (end + UNIT - 1) / UNIT : begin / UNIT; }  // exclusive
     __device__ bool newest() const { return split == splits - 1; }
 };
-
-// Waits until what a kv head reads of q, k and v is written. A thread looks at one part of the input, or two.
-template <int DIM>
-__device__ __forceinline__ void wait_for_head(const Attention& a, int head, int thread) {
-    if (a.in_ready == nullptr) return wait_for_input();
-    int begins[] = {head * a.group * DIM, a.k_column + head * DIM, a.v_column + head * DIM}, look = thread;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        int first = begins[i] / a.in_columns, parts = (begins[i] + (i == 0 ? a.group : 1) * DIM - 1) / a.in_columns + 1 - first;
-        for (; look < parts; look += 32)
-            while (announced(a.in_ready + first + look) != ANNOUNCERS) {}
-        look -= parts;
-    }
-    __syncwarp();
-}
 
 // Asks for the units of one share after the other. The numbers of 64 blocks lie in the threads' registers.
 template <class S>
@@ -241,7 +222,7 @@ __device__ void add_up(const Attention& a, int splits, int part, __nv_bfloat16* 
 
 // Writes what a share gave. Of several shares of a lane, the last to arrive adds them up.
 template <int DIM>
-__device__ __forceinline__ void write(const Attention& a, const Share& share, Softmax<DIM>& softmax, int thread) {
+__device__ __forceinline__ void end(const Attention& a, const Share& share, Softmax<DIM>& softmax, int thread) {
     __nv_bfloat16* out = a.out + (static_cast<int64_t>(share.lane) * a.kv_heads + share.head) * a.group * DIM;
     softmax.settle();
     if (share.splits <= 1) {
@@ -258,13 +239,6 @@ __device__ __forceinline__ void write(const Attention& a, const Share& share, So
     __threadfence();
     if (thread == 0) a.arrivals[first] = 0;
     add_up<DIM>(a, share.splits, first * a.group, out, thread);
-}
-
-template <int DIM>
-__device__ __forceinline__ void end(const Attention& a, const Share& share, Softmax<DIM>& softmax, int thread) {
-    write(a, share, softmax, thread);
-    __syncwarp();
-    if (thread == 0 && a.out_ready != nullptr) announce(a.out_ready + share.head);
 }
 
 template <class S>
@@ -287,13 +261,8 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
         reader.look_up(share), reader.turn_to(share);
         while (reader.has_more() && reader.asked < S::STAGES) reader.ask(0);
     }
-    bool first = true;
-    // Never before the kernel ahead is done: one that starts early may rely on all but its predecessor being so.
-    auto let_next = [&] {
-        if (first) wait_for_input(), let_next_start();
-        first = false;
-    };
-    if (share.ticket < shares) wait_for_head<S::DIM>(a, share.head, thread);
+    wait_for_input();
+    let_next_start();
     while (share.ticket < shares) {
         word = Share::load(a, next_ticket, thread);
         if (thread == 0 && next_ticket < shares) ticket = 2 * warps + atomicAdd(a.tickets, 1);
@@ -311,7 +280,6 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
             ++taken, ++unit;
         };
         if (unit < end_unit) take_one();
-        let_next();
         Share next(a, next_ticket, word);
         bool turned = next.ticket >= shares;
         if (!turned) reader.look_up(next);
@@ -335,7 +303,6 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
         next_ticket = next.ticket < shares ? __shfl_sync(~0u, ticket, 0) : shares;
         share = next;
     }
-    let_next();
     // Where every warp's first ticket is its last, none has been taken.
     if (shares > warps && thread == 0 && atomicAdd(a.tickets + 1, 1) == warps - 1) a.tickets[0] = a.tickets[1] = 0;
 }

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from .announced import Announced
 from .compiler import load_library
 from .decode_schedule import DecodeSchedule
 from .ops import Rotary
@@ -35,14 +34,12 @@ class _Attention(ctypes.Structure):
         ("values", ctypes.c_char * MAP_BYTES),
         *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "most_records")),
         *((name, ctypes.c_int) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "zero")),
-        *((name, ctypes.c_int) for name in ("in_columns", "k_column", "v_column")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cosines", "sines", "q_weight", "k_weight")),
         *((name, ctypes.c_void_p) for name in ("key_cache", "value_cache", "table", "slots", "schedule")),
-        *((name, ctypes.c_void_p) for name in ("partial", "log_sum", "arrivals", "tickets")),
-        *((name, ctypes.c_void_p) for name in ("in_ready", "out_ready", "out")),
-        ("_padding", ctypes.c_char * 32),
+        *((name, ctypes.c_void_p) for name in ("partial", "log_sum", "arrivals", "tickets", "out")),
+        ("_padding", ctypes.c_char * 64),
     ]
 
 
@@ -95,15 +92,8 @@ class StreamedDecode:
         scale: float,
         tiles: DecodeTiles,
         early: bool = False,
-        announced: Announced | None = None,
-        telling: Announced | None = None,
     ) -> None:
-        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`.
-
-        Args:
-            announced: tells of q, k and v, which must be columns of one output, in this order.
-            telling: tells of the output, a part for each kv head.
-        """
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`."""
         kv_heads, block_size, head_dim = keys.shape[1:]
         given = zeroed(_Attention)
         given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
@@ -120,11 +110,6 @@ class StreamedDecode:
         given.partial, given.log_sum = workspace.partial.data_ptr(), workspace.log_sum.data_ptr()
         given.arrivals, given.tickets = workspace.arrivals.data_ptr(), workspace.tickets.data_ptr()
         given.out = out.data_ptr()
-        if announced is not None:
-            given.in_ready, given.in_columns = announced.counts.data_ptr(), announced.columns
-            given.k_column, given.v_column = (_columns_between(q, other) for other in (k, v))
-        if telling is not None:
-            given.out_ready = telling.counts.data_ptr()
         for field, cache in ((_Attention.keys, keys), (_Attention.values, values)):
             self._describe(given, field.offset, cache)
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
@@ -138,10 +123,6 @@ class StreamedDecode:
         lines = head_dim // _LINE
         sizes = (ctypes.c_uint64(blocks * kv_heads * block_size * lines), ctypes.c_uint32(UNIT * lines))
         check(self._library.describe_cache(*places, *sizes), "streamed_decode: describe")
-
-
-def _columns_between(first: torch.Tensor, other: torch.Tensor) -> int:
-    return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

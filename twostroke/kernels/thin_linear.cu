@@ -3,7 +3,8 @@
 // Such a product is as fast as its weights can be read, so everything here serves one thing: that reads never pause.
 //   * Two blocks, a cluster, share a tile of rows of w: each sums over half of k, and sends its sums of half of the tokens to
 //     the other's shared memory. No partial sum goes through global memory.
-//   * In a block, one warp reads weights, one reads the input, four multiply, four apply the epilogue of one tile while the next is multiplied.
+//   * In a block, one warp reads weights, one the input, four multiply, four apply the epilogue of one tile while the next is
+//     multiplied.
 //   * Weights depend on nothing. By programmatic dependent launch a product starts while the one before it ends, beside
 //     it on the same multiprocessors, and reads its first weights before it waits for its input.
 //   * It waits for no more than it needs next: a product announces each tile that it has written, and the next one, which
@@ -41,9 +42,8 @@ struct Product {
     float in_mean_factor, eps;
     int trigger;                    // stages before its last one at which a block lets the next product start
     int in_columns, in_count;       // of the input: columns of a part that is announced as one, and parts
-    const int* in_ready;            // [in_count]: how often they were announced; null: wait for the kernel ahead
-    const int* in_announcers;       // how often they will be; null: CLUSTER
-    int* out_ready;                 // [tiles]: of the output, each announced CLUSTER times; null: nobody asks
+    const int* in_ready;            // [in_count]: CLUSTER where they are written; null: wait for the kernel ahead
+    int* out_ready;                 // [tiles]: of the output; null: nobody asks
     const float* in_squares;        // [in_parts, tokens]: sums of squares of the input's parts; null: no scale
     const __nv_bfloat16* bias;      // SCALE: [rows], or null
     __nv_bfloat16* out;             // [tokens, out_stride]
@@ -131,7 +131,7 @@ __device__ void read_weights(Shared<S>& s, const Product& a, const Work& work) {
 // How much of the input is there. All threads of a warp take part.
 struct Input {
     const Product& a;
-    int thread, announcers = CLUSTER;
+    int thread;
     int next, written;  // the first part that may be missing, and columns ahead of it
 
     __device__ Input(const Product& a, const Work& work, int thread) : a(a), thread(thread) {
@@ -141,13 +141,12 @@ struct Input {
             return;
         }
         next = work.begin * SLICE / a.in_columns, written = next * a.in_columns;
-        if (a.in_announcers != nullptr) announcers = *a.in_announcers;
     }
     // Until the columns of k ahead of `end` are there.
     __device__ __forceinline__ void wait_for(int end) {
         if (written >= end) return;
         while (written < end) {
-            bool there = next + thread >= a.in_count || announced(a.in_ready + next + thread) == announcers;
+            bool there = next + thread >= a.in_count || announced(a.in_ready + next + thread) == CLUSTER;
             uint32_t missing = ~__ballot_sync(~0u, there);
             next += missing == 0 ? 32 : __ffs(missing) - 1;
             written = next < a.in_count ? next * a.in_columns : a.slices * SLICE;

@@ -70,12 +70,11 @@ class _Product(ctypes.Structure):
         ("in_mean_factor", ctypes.c_float),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("trigger", "in_columns", "in_count")),
-        *((name, ctypes.c_void_p) for name in ("in_ready", "in_announcers", "out_ready")),
+        *((name, ctypes.c_void_p) for name in ("in_ready", "out_ready")),
         *(
             (name, ctypes.c_void_p)
             for name in ("in_squares", "bias", "out", "residual", "norm", "scaled", "out_squares")
         ),
-        ("_padding", ctypes.c_char * 120),
     ]
 
 
@@ -126,6 +125,16 @@ class ThinLinears:
         check_size(_Product, self._library.product_bytes())
         self._device = device
         self._eps = eps
+        self._parts = 0
+        self._told: Announcements | None = None
+
+    def begin(self) -> None:
+        """Start a step on the current stream, of at most one product with each weight, which tell each other how far
+        they are. Until then each waits for the kernel ahead to be done.
+        """
+        if self._told is None:
+            self._told = Announcements(self._parts, self._device)
+        self._told.begin()
 
     def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ThinWeight:
         """A weight for `scaled`, in the middle of a layer."""
@@ -143,23 +152,20 @@ class ThinLinears:
         """A weight for `residual`."""
         return self._weight(weight, None, Epilogue.RESIDUAL, Kind.MANY_BYTES)
 
-    def scaled(self, x: Scaled, weight: ThinWeight, telling: Announcements | None = None) -> Written:
-        """Return norm(x) @ weight.T + bias, bf16 [T, N], and tell of it."""
-        return self._normed(x, weight, weight.weight.shape[0], telling)
+    def scaled(self, x: Scaled, weight: ThinWeight) -> torch.Tensor:
+        """Return norm(x) @ weight.T + bias, bf16 [T, N]."""
+        out = Written(_output(x.values, weight.weight.shape[0]))
+        self._normed(x, weight, out)
+        return out.values
 
-    def gated(self, x: Scaled, weight: ThinWeight, telling: Announcements | None = None) -> Written:
-        """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), bf16 [T, N / 2], and tell of it."""
-        return self._normed(x, weight, weight.weight.shape[0] // 2, telling)
+    def gated(self, x: Scaled, weight: ThinWeight) -> Written:
+        """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), bf16 [T, N / 2]."""
+        out = Written(_output(x.values, weight.weight.shape[0] // 2), self._announced(weight))
+        self._normed(x, weight, out)
+        return out
 
-    def residual(
-        self,
-        x: Written,
-        weight: ThinWeight,
-        residual: torch.Tensor,
-        norm: torch.Tensor,
-        telling: Announcements | None = None,
-    ) -> Scaled:
-        """Return residual + x @ weight.T, scaled by the weight of the next norm, and tell of it.
+    def residual(self, x: Written, weight: ThinWeight, residual: torch.Tensor, norm: torch.Tensor) -> Scaled:
+        """Return residual + x @ weight.T, scaled by the weight of the next norm.
 
         Args:
             x: bf16 [T, K], contiguous.
@@ -168,9 +174,8 @@ class ThinLinears:
         """
         rows, tokens = weight.weight.shape[0], len(x.values)
         squares = torch.empty(weight.tiles, tokens, dtype=torch.float32, device=x.values.device)
-        announced = _announced(weight, telling)
-        made = Scaled(_output(x.values, rows), _output(x.values, rows), squares, announced)
-        product = self._product(x, weight, Written(made.residual, announced))
+        made = Scaled(_output(x.values, rows), _output(x.values, rows), squares, self._announced(weight))
+        product = self._product(x, weight, Written(made.residual, made.announced))
         product.residual = residual.data_ptr()
         product.norm = norm.data_ptr()
         product.scaled = made.values.data_ptr()
@@ -184,6 +189,7 @@ class ThinLinears:
         clusters = {tile: self._clusters(tile, kind, epilogue) for tile in tiles_of_kind}
         tile = min(clusters, key=lambda tile: math.ceil(math.ceil(rows / tile) / clusters[tile]) * tile)
         tiles = math.ceil(rows / tile)
+        self._parts += tiles
         return ThinWeight(weight, bias, epilogue, kind, tile, tiles, min(clusters[tile], tiles))
 
     def _clusters(self, tile: int, kind: Kind, epilogue: Epilogue) -> int:
@@ -194,8 +200,10 @@ class ThinLinears:
             raise RuntimeError(f"thin_linear: occupancy failed with CUDA error {-clusters}")
         return clusters
 
-    def _normed(self, x: Scaled, weight: ThinWeight, columns: int, telling: Announcements | None) -> Written:
-        out = Written(_output(x.values, columns), _announced(weight, telling))
+    def _announced(self, weight: ThinWeight) -> Announced | None:
+        return None if self._told is None else self._told.take(weight.tiles, weight.out_columns)
+
+    def _normed(self, x: Scaled, weight: ThinWeight, out: Written) -> None:
         product = self._product(Written(x.values, x.announced), weight, out)
         if x.squares is not None:
             product.in_squares = x.squares.data_ptr()
@@ -204,7 +212,6 @@ class ThinLinears:
         if weight.bias is not None:
             product.bias = weight.bias.data_ptr()
         self._launch(product, weight)
-        return out
 
     def _product(self, x: Written, weight: ThinWeight, out: Written) -> _Product:
         rows, columns = weight.weight.shape
@@ -217,9 +224,8 @@ class ThinLinears:
         product.trigger = _TRIGGER
         product.out = out.values.data_ptr()
         if x.announced is not None:
-            counts, product.in_columns, announcers = x.announced
+            counts, product.in_columns = x.announced
             product.in_ready, product.in_count = counts.data_ptr(), len(counts)
-            product.in_announcers = None if announcers is None else announcers.data_ptr()
         if out.announced is not None:
             product.out_ready = out.announced.counts.data_ptr()
         # NOTE: the weight too at each launch: an engine that slept has its weights at other addresses.
@@ -245,10 +251,6 @@ class ThinLinears:
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         shape = (weight.tile, int(weight.kind), weight.clusters)
         check(self._library.launch_product(ctypes.byref(product), *shape, stream), "thin_linear: launch")
-
-
-def _announced(weight: ThinWeight, telling: Announcements | None) -> Announced | None:
-    return None if telling is None else telling.take(weight.tiles, weight.out_columns)
 
 
 def _output(x: torch.Tensor, columns: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..attention.interface import Attention
 from ..kernels import ops
-from ..kernels.announced import Announcements
+from ..kernels.announced import Written
 from ..kernels.compiler import CompilerMissing
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
@@ -36,7 +36,7 @@ class ThinDecoder:
     """The steps of a decoder that have lanes only, and at most `MAX_TOKENS` of them.
 
     Four products and attention are all that a layer launches: norms, residual and activation are parts of the products.
-    Each starts while the one ahead ends, and is told by it part by part of what it may read.
+    Each starts while the one ahead ends; behind a product, a product reads what that has announced.
     A norm's weight multiplies the residual ahead of the product and its scale follows behind it, so a norm's result is
     rounded once instead of twice, and results differ from those of the plain path by the rounding of bf16.
 
@@ -58,10 +58,6 @@ class ThinDecoder:
             for block in decoder.blocks
         ]
         self._head = linears.heading(_weight(decoder.head))
-        parts = sum(weight.tiles for layer in self._layers for weight in layer) + decoder.config.kv_heads * len(
-            self._layers
-        )
-        self._telling = Announcements(parts, decoder.device)
 
     @classmethod
     def made_for(cls, decoder: Decoder) -> ThinDecoder | None:
@@ -82,21 +78,20 @@ class ThinDecoder:
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [T, vocabulary], bf16."""
-        linears, decoder, config, telling = self._linears, self._decoder, self._decoder.config, self._telling
+        linears, decoder, config = self._linears, self._decoder, self._decoder.config
         eps, split = config.norm_eps, (config.heads, config.kv_heads, config.kv_heads)
-        telling.begin()
+        linears.begin()
         tables = ops.rotary_tables(step.positions, decoder.inverse_frequencies, config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, decoder.embedding)
         x = Scaled(residual, ops.rms_norm(residual, decoder.blocks[0].attention_norm, eps), None)
         for index, (block, thin) in enumerate(zip(decoder.blocks, self._layers, strict=True)):
-            heads, told = linears.scaled(x, thin.qkv, telling)
-            q, k, v = heads.view(len(heads), -1, config.head_dim).split(split, dim=1)
+            heads = linears.scaled(x, thin.qkv).view(len(residual), -1, config.head_dim)
             rotary = Rotary(*tables, block.q_norm, block.k_norm, eps)
-            seen = attention.forward_announced(index, q, k, v, rotary, step, told, telling)
-            x = linears.residual(seen, thin.output, x.residual, block.mlp_norm, telling)
-            inner = linears.gated(x, thin.gate_up, telling)
-            x = linears.residual(inner, thin.down, x.residual, decoder.norm_after(index), telling)
-        return linears.scaled(x, self._head).values
+            q, k, v = heads.split(split, dim=1)
+            seen = Written(attention.forward_rotary(index, q, k, v, rotary, step).flatten(1))
+            x = linears.residual(seen, thin.output, x.residual, block.mlp_norm)
+            x = linears.residual(linears.gated(x, thin.gate_up), thin.down, x.residual, decoder.norm_after(index))
+        return linears.scaled(x, self._head)
 
 
 def _fits(decoder: Decoder) -> bool:
