@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,8 +16,9 @@ import pytest
 import torch
 from delays import DelayedDevice, PoisoningRunner
 from reference import check_greedy
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from twostroke import Engine, SamplingParams
+from twostroke import Engine, SamplingParams, StructuredOutput
 from twostroke.bench.updates import measure_updates
 
 pytestmark = [
@@ -240,3 +243,61 @@ def test_deterministic_logits_do_not_depend_on_the_batch(dtype, monkeypatch):
         assert bits.logits_together("sync", "tiny", **variant, **options)[0] == expected
     captured = tokens_of(bits.PROMPTS, GREEDY, deterministic=True, dtype=dtype)[0]
     assert captured == tokens_of(bits.PROMPTS, GREEDY, deterministic=True, dtype=dtype, max_step_tokens=13)[0]
+
+
+def save_with_bytes(directory, copy):
+    """Copy a model, with a tokenizer of single bytes, which grammars need; nothing is downloaded."""
+    shutil.copytree(directory, copy)
+    bytes_ = {letter: id_ for id_, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(bytes_ | {"<end>": 256}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.save(str(copy / "tokenizer.json"))
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(settings | {"eos_token_id": 256}))
+    return copy
+
+
+def wait_for_the_device(logits, rows):
+    logits[0, 0].item()
+    return logits
+
+
+@contextmanager
+def no_wait():
+    """Whatever makes a thread of this process wait for a stream raises, but for events, of which the loop has one."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("variant", ["sync eager", "async eager", "async graphs"])
+def test_no_feature_lets_the_loop_wait_for_the_device(saved, tmp_path, variant):
+    """A wait amid a step is seen in no token; engines are made and closed outside, since these may wait."""
+    model = save_with_bytes(saved("llama")[0], tmp_path / "model")
+    ways = [
+        *FEATURES,
+        dict(top_p=0.9, top_k=50, min_p=0.02, n=2),
+        dict(logprobs=5, repetition_penalty=1.2),
+        dict(structured=StructuredOutput(regex="[ab]{30,38}"), ignore_eos=False, logprobs=2),
+        dict(structured=StructuredOutput(regex="c{9}[ab]+", jump_forward=True), ignore_eos=False),
+        dict(logits_processors=[lambda logits, rows: logits * 0.5], top_p=0.8),
+        dict(max_thinking_tokens=5, thinking_start=[3], thinking_end=[4, 8]),
+        dict(prompt_logprobs=2),
+        {},
+    ]
+    prompts = make_prompts([34, 34, 50, 20, 31, 17, 40, 12, 5, 60, 9, 33])
+    params = [SamplingParams(**{**HISTORY, **way}) for way in ways]
+    # NOTE: without the prefix cache, so that steps have the shapes of those before, whose kernels are compiled.
+    with running(model, max_rows=16, prefix_cache=False, **VARIANTS[variant]) as engine:
+        expected, *_ = [engine.generate(prompts, params) for _ in range(3)]
+        with no_wait():
+            outputs = engine.generate(prompts, params)
+            waited = engine.generate(prompts[:1], SamplingParams(**HISTORY, logits_processors=[wait_for_the_device]))
+    assert [output.finish_reason for output in outputs] == [output.finish_reason for output in expected]
+    assert not any(output.finish_reason == "error" for output in outputs)
+    assert "synchroniz" in waited[0].error, "the mode is not that of the loop's thread"

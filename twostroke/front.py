@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -74,6 +75,8 @@ class Front:
         self._known_terms = KnownTerms(partial(_make_terms, tokenizer, limits, constraints))
         self._delivery = delivery
         self._commands = commands
+        # NOTE: the handles' alone, or the front would not be gone, with all its memory, when its last user is.
+        self._owner: Callable[[], _Owner | None] = lambda: None
         self._submitted = 0
         self._counting = threading.Lock()
 
@@ -160,7 +163,9 @@ class Front:
         terms = {id(own): own for own in params}
         each = {key: self._known_terms.of(own) for key, own in terms.items()}
         ids = check_prompts([encode_prompt(prompt, self.tokenizer) for prompt in prompts], self.limits.vocab_size)
-        owner = _Owner(self)
+        if (owner := self._owner()) is None:
+            owner = _Owner(self)
+            self._owner = weakref.ref(owner)
         return [
             self._assemble(request_id, own_ids, each[id(own)], owner, place)
             for place, (own_ids, own) in enumerate(zip(ids, params, strict=True))
@@ -201,12 +206,7 @@ class Front:
 
 
 class _Owner:
-    """What handles ask of the engine, which they keep alive until they have their outcome.
-
-    NOTE: the engine has none of its own: it would not be gone, with all its memory, when its last user is.
-    """
-
-    __slots__ = ("_front",)
+    """What handles ask of the engine, which they keep alive until they have their outcome."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
