@@ -4,6 +4,7 @@ import inspect
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,7 +276,9 @@ def test_it_says_why_requests_are_refused(tmp_path: Path) -> None:
         (("--fit", str(min(RESULTS.glob("cpu-demo-*.json")))), "is none of"),
         (("--fit", "missing.json"), "missing.json cannot be read: No such file"),
         (("--fit", __file__), "is not a result of twostroke bench"),
-        (("--trace", "missing.jsonl"), "missing.jsonl"),
+        (("--trace", "missing.jsonl"), "missing.jsonl cannot be read: No such file"),
+        (("--memory-bytes", "inf"), "--memory-bytes"),
+        (("--hash-tokens", "1000000000000"), "--hash-tokens"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
@@ -283,6 +286,45 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], message: str) 
     assert result.exit_code in (1, 2)
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"workload": []}, "read_bytes_per_s=None"),
+        ({"workload": {"read_bytes_per_s": 0, "flop_per_s": 1}}, "read_bytes_per_s=0"),
+        ({"ms_per_step": float("nan")}, "ms_per_step=nan"),
+        ({"ms_per_step": "5"}, "ms_per_step='5'"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"runs": 3}, "is not a result"),
+        ({"runs": [3]}, "is not a result"),
+    ],
+)
+def test_a_result_that_tells_nothing_is_refused_by_name(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    values, path = json.loads(ARTICLE.read_text()), tmp_path / "changed.json"
+    values |= {name: value for name, value in changed.items() if name in values}
+    if "ms_per_step" in changed:
+        values["runs"] = [run | changed for run in values["runs"]]
+    if "max_rows" in changed:
+        values["workload"] |= changed
+    path.write_text(json.dumps(values))
+    result = run("--fit", path)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_drawn_and_told_of_an_empty_trace(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    result = run(*FIT, "--trace", tmp_path / "empty.jsonl", "--json", tmp_path / "e.json", "--png", tmp_path / "e.png")
+    assert result.exit_code == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    (figures,) = json.loads((tmp_path / "e.json").read_text(), parse_constant=refuse)["candidates"]
+    assert (figures["requests"], figures["first_token_p99"], figures["tokens_per_s"]) == (0, None, 0.0)
+    assert (tmp_path / "e.png").stat().st_size
 
 
 def test_a_result_of_another_gpu_is_not_mixed_in() -> None:

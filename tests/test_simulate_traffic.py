@@ -105,6 +105,7 @@ def test_a_trace_is_read_line_by_line(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ([1], "must be an object"),
         ({"arrival": 1, "prompt_tokens": 1, "output_tokens": 1, "colour": 1}, "'colour' is unknown"),
         ({"arrival": -1, "prompt_tokens": 1, "output_tokens": 1}, "arrival=-1"),
@@ -123,6 +124,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, message: str) -> None
     good = {"arrival": 1, "prompt_tokens": 1, "output_tokens": 1}
     with pytest.raises(InvalidRequest, match=f"line 2: .*{message}"):
         list(trace(tmp_path, good, line))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b'{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1}\n\xff\n')
+    with pytest.raises(InvalidRequest, match="is not UTF-8"):
+        list(TraceFile(path, 16))
+    path.write_text('{"arrival": 0, "prompt_tokens": 1, "output_tokens": 1}\n', encoding="utf-8-sig")
+    assert len(list(TraceFile(path, 16))) == 1, "a byte order mark is no token"
 
 
 # Routing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -98,12 +99,14 @@ def simulate(
         str | None, typer.Option(help="A preset of random weights; the one of the results if not given.")
     ] = None,
     memory_bytes: Annotated[
-        float, typer.Option(min=1, help="Of a device, for weights and cache. The default is for an H200.")
+        float, typer.Option(min=1, max=1e15, help="Of a device, for weights and cache. The default is for an H200.")
     ] = MEMORY_BYTES,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Requests as JSON lines, instead of drawn ones.")
     ] = None,
-    hash_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a hash in the trace stands for.")] = 512,
+    hash_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Tokens that a hash in the trace stands for.")
+    ] = 512,
     replicas: Annotated[str, typer.Option(help="A number of engines, or a range such as 1..8.")] = "1",
     routing: Annotated[str, typer.Option(help=f"{', '.join(RULES)}.")] = "least-loaded",
     sweep: Annotated[
@@ -238,7 +241,7 @@ def _label(one: Candidate) -> str:
 
 
 def _figures(one: Candidate, price: float) -> dict[str, Any]:
-    """What a file keeps of a candidate."""
+    """What a file keeps of a candidate; None is what nothing tells."""
     report = {f.name: getattr(one.report, f.name) for f in fields(Report) if f.name != "measures"}
     costs = {
         "tokens_per_s": one.report.tokens_per_s,
@@ -247,7 +250,8 @@ def _figures(one: Candidate, price: float) -> dict[str, Any]:
         "cost_per_million": one.report.cost_per_million(price),
     }
     simulated = {"wall_seconds": one.wall_seconds, "cpu_seconds": one.cpu_seconds}
-    return {"settings": asdict(one.settings), **report, **costs, "meets_targets": one.meets, "simulated_in": simulated}
+    told = {name: value if math.isfinite(value) else None for name, value in (report | costs).items()}
+    return {"settings": asdict(one.settings), **told, "meets_targets": one.meets, "simulated_in": simulated}
 
 
 def _write_json(path: Path, fit: Fit, found: dict[str, Any]) -> None:

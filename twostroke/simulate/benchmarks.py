@@ -73,7 +73,7 @@ def simulate_benchmark(
     """Simulate a benchmark under `loop`; `facts` are the workload that a result file states, or nothing.
 
     Raises:
-        InvalidConfig: it is not one that can be simulated.
+        InvalidConfig: it is not one that can be simulated, or no engine has those settings.
     """
     model_of(name)
     tally = Tally(**vars(step_time))
@@ -90,6 +90,7 @@ def simulate_benchmark(
 
 
 def _replica(settings: Settings, tally: Tally, memory_bytes: float) -> tuple[Replica, Measures]:
+    settings.validate()
     measures = Measures()
     return Replica(settings, settings.blocks(tally.cost, memory_bytes), tally, measures), measures
 

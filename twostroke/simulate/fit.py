@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from ..bench.offline_workloads import WORKLOADS
 from ..bench.result import Result, Run
 from ..bench.summary import medians
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, shown
 from .benchmarks import KNOWN, Simulated, model_of, simulate_benchmark
 from .shape import cost_of_preset
 from .step_time import StepTime
@@ -66,13 +66,24 @@ def read_result(path: Path) -> Result:
         result = Result.read(path)
     except OSError as error:
         raise InvalidConfig(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidConfig(f"{path} is not a result of twostroke bench: {type(error).__name__}: {error}") from None
     if result.benchmark not in KNOWN or result.gpu is None:
         raise InvalidConfig(f"{path}: benchmark {result.benchmark!r} is none of {', '.join(KNOWN)}, on a GPU")
     if not loops_of(result):
         raise InvalidConfig(f"{path} holds no run of twostroke")
+    _check_figures(result, path)
     return result
+
+
+def _check_figures(result: Result, path: Path) -> None:
+    """Raise `InvalidConfig` if the ceilings, or the time of a step, are nothing that the model could be fitted to."""
+    facts = result.workload if isinstance(result.workload, Mapping) else {}
+    figures = [(name, facts.get(name)) for name in ("read_bytes_per_s", "flop_per_s")]
+    figures += [("ms_per_step", run.ms_per_step) for run in loops_of(result).values()]
+    for name, value in figures:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise InvalidConfig(f"{path}: {name}={shown(value)} must be a number above 0, and finite")
 
 
 def loops_of(result: Result) -> dict[str, Run]:

@@ -39,7 +39,8 @@ def write_picture(reports: Sequence[tuple[str, Report]], price: float, path: Pat
         _draw_shares(inter, np.array(report.measures.gaps), np.array(report.measures.gap_counts), label)
     _finish(first, "time to first token, ms", "share of requests")
     _finish(inter, "time from token to token, ms", "share of tokens")
-    first.legend(fontsize=8)
+    if first.lines:
+        first.legend(fontsize=8)
     speed.bar(labels, [report.tokens_per_s for _, report in reports], color="#2f6fb5")
     _finish(speed, "", "output tokens/s")
     cost.bar(labels, [report.cost_per_million(price) for _, report in reports], color="#c8742a")

@@ -42,26 +42,35 @@ class TraceFile:
         """The arrivals.
 
         Raises:
-            InvalidRequest: a line is none; the message has its number.
+            InvalidRequest: the file cannot be read, or a line is none; the message has its number.
         """
         before = 0.0
-        with self._path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if not line.strip():
-                    continue
-                try:
-                    arrival = self._arrival(number, line)
-                    if arrival.time < before:
-                        raise InvalidRequest(f"arrival={arrival.time} is earlier than that before it, {before}")
-                except InvalidRequest as error:
-                    raise InvalidRequest(f"{self._path}, line {number + 1}: {error}") from None
-                before = arrival.time
-                yield arrival
+        for number, line in self._lines():
+            try:
+                arrival = self._arrival(number, line)
+                if arrival.time < before:
+                    raise InvalidRequest(f"arrival={arrival.time} is earlier than that before it, {before}")
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{self._path}, line {number + 1}: {error}") from None
+            before = arrival.time
+            yield arrival
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """The lines that are not blank, each with its number, counted from 0."""
+        try:
+            with self._path.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines):
+                    if line.strip():
+                        yield number, line
+        except OSError as error:
+            raise InvalidRequest(f"{self._path} cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"{self._path} is not UTF-8 text: {error}") from None
 
     def _arrival(self, number: int, line: str) -> Arrival:
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"not JSON: {error}") from None
         if not isinstance(fields, dict):
             raise InvalidRequest(f"{shown(fields)} must be an object")
