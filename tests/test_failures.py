@@ -233,6 +233,19 @@ def test_an_idle_engine_that_dies_at_its_next_step(mode):
             engine.generate(VICTIM, greedy(4))
 
 
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no message")
+
+
+def test_an_error_whose_message_cannot_be_read_reaches_its_callers():
+    """G10: to make the message of theirs must not fail."""
+    with running("async") as engine:
+        break_it(engine, "plan", Unreadable())
+        with pytest.raises(EngineDead, match="the engine failed: Unreadable: its message cannot be read"):
+            engine.submit(VICTIM, greedy(4)).result(PATIENCE)
+
+
 def test_errors_that_many_callers_get_do_not_grow():
     """One instance raised again and again would collect all frames that it ever went through."""
     with running("async") as engine:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,12 +136,75 @@ def test_what_becomes_of_lists_after_submit_changes_nothing(mode):
         assert handle.result().token_ids == expected
 
 
-@pytest.mark.parametrize("returned", [None, torch.zeros(1)], ids=["nothing", "another shape"])
-def test_a_processor_must_return_logits(returned):
+def give(logits, value):
+    return value
+
+
+def shrink(logits, value):
+    return logits.resize_(1, 1)
+
+
+RETURNED = {
+    "nothing": (give, None),
+    "another shape": (give, torch.zeros(1)),
+    "booleans": (give, torch.zeros(1, VOCAB, dtype=torch.bool)),
+    "integers": (give, torch.zeros(1, VOCAB, dtype=torch.int64)),
+    "complex numbers": (give, torch.zeros(1, VOCAB, dtype=torch.complex64)),
+    "another device": (give, torch.zeros(1, VOCAB, device="meta")),
+    "what it was given, in another shape": (shrink, None),
+}
+
+
+@pytest.mark.parametrize(("act", "value"), RETURNED.values(), ids=RETURNED)
+def test_a_processor_must_return_logits(act, value):
     with running("async") as engine:
-        output = engine.generate([PROMPTS[0]], params(lambda logits, rows: returned))[0]
+        output = engine.generate([PROMPTS[0]], params(lambda logits, rows: act(logits, value)))[0]
     assert output.finish_reason == "error"
-    assert "a logits processor returned" in output.error
+    assert re.search(rf"a logits processor returned .*, not logits of shape \[1, {VOCAB}\]", output.error)
+
+
+def test_a_processor_may_return_another_floating_point_type():
+    with running("async") as engine:
+        outputs = engine.generate([PROMPTS[0]] * 2, [params(), params(lambda logits, rows: logits.double())])
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no message")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (asyncio.CancelledError(), "CancelledError: "),
+        (Unreadable(), "Unreadable: its message cannot be read: RuntimeError"),
+        (ValueError("x" * 100_000), f"ValueError: {'x' * 2000}..."),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_a_processor_raises_ends_its_own_sample_only(mode, error, told):
+    def fail(logits, rows):
+        raise error
+
+    with running(mode) as engine:
+        failed, other = engine.generate([PROMPTS[0]] * 2, [params(fail), params(favour)])
+        again = engine.generate([PROMPTS[0]], params(favour))[0]
+    assert (failed.finish_reason, failed.error) == ("error", told)
+    assert other.token_ids == again.token_ids
+
+
+def test_a_processor_cannot_hide_rows_from_what_follows():
+    def hide(logits, rows):
+        rows.clear()
+        raise RuntimeError("who?")
+
+    with running("async") as engine:
+        outputs = engine.generate(PROMPTS[:1] * 2, params(hide)) + engine.generate(PROMPTS[:1], params(hide))
+    assert [output.error for output in outputs] == ["AttributeError: 'tuple' object has no attribute 'clear'"] * 3
 
 
 @pytest.mark.parametrize("wrong", [3, "ab", [3], favour])

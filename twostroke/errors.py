@@ -10,6 +10,9 @@ _REPR = reprlib.Repr()
 _REPR.maxlist = _REPR.maxtuple = 40
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 500
 
+_MOST_TOLD = 2000
+"""Characters of an error's message."""
+
 
 class TwostrokeError(Exception):
     """Base class of all errors raised on purpose by twostroke."""
@@ -80,3 +83,13 @@ def shown(value: object) -> str:
         return _REPR.repr(value)
     except Exception as error:  # such as an integer of more than 4,300 digits
         return f"<{type(value).__name__}: {error}>"
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and message, cut short if that is long. Never raises, whoever wrote the error's class."""
+    try:
+        message = str(error)
+    except BaseException as another:
+        message = f"its message cannot be read: {type(another).__name__}"
+    cut = message if len(message) <= _MOST_TOLD else f"{message[:_MOST_TOLD]}..."
+    return f"{type(error).__name__}: {cut}"

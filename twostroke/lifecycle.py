@@ -14,7 +14,7 @@ import torch
 
 from .build import Parts
 from .calls import Calls
-from .errors import EngineClosed, EngineDead, TwostrokeError
+from .errors import EngineClosed, EngineDead, TwostrokeError, told
 from .inbox import Command, Inbox
 from .loop import AsyncLoop, SyncLoop
 from .watched import Watched
@@ -87,7 +87,7 @@ class Lifecycle:
 
     def _fail(self, error: BaseException) -> None:
         """Every waiting caller gets the error now, later ones at once; called by either thread."""
-        dead = EngineDead(f"the engine failed: {type(error).__name__}: {error}")
+        dead = EngineDead(f"the engine failed: {told(error)}")
         dead.__cause__ = error
         self._end(dead)
         self.delivery.fail(dead)

@@ -19,7 +19,8 @@ class LogitsProcessor(Protocol):
     """
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[RowTokens]) -> torch.Tensor:
-        """Return the logits to go on with: those given, changed in place, or others of the same shape.
+        """Return the logits to go on with: those given, changed in place, or others of the same shape on the same
+        device, in any floating-point type.
 
         Args:
             logits: float32 [R, V] on the engine's device, as the model made them. On CUDA nothing may wait for it.
@@ -32,26 +33,36 @@ def run_processors(logits: torch.Tensor, calls: Sequence[ProcessorCall]) -> None
     """Let the processors of `calls` change `logits`, float32 [K, V]. A row for which one raises becomes NaN."""
     for call in calls:
         own = logits[call.start : call.stop]
+        # NOTE: whatever they raise, an exit or a cancelled task among it, is theirs: this is no thread to end.
         try:
             own.copy_(_processed(own.clone(), call, call.rows))
-        except Exception:
+        except BaseException:
             for place, tokens in enumerate(call.rows):
                 _run_alone(own[place : place + 1], place, tokens, call)
 
 
 def _run_alone(logits: torch.Tensor, place: int, tokens: RowTokens, call: ProcessorCall) -> None:
     try:
-        logits.copy_(_processed(logits.clone(), call, [tokens]))
-    except Exception as error:
+        logits.copy_(_processed(logits.clone(), call, (tokens,)))
+    except BaseException as error:
         logits.fill_(math.nan)
         call.fail(place, error)
 
 
 def _processed(logits: torch.Tensor, call: ProcessorCall, rows: Sequence[RowTokens]) -> torch.Tensor:
+    # NOTE: taken before the calls, since a processor can also change the shape of what it was given.
+    shape, device = list(logits.shape), logits.device
     for processor in call.processors:
-        given = processor(logits, rows)
-        if not isinstance(given, torch.Tensor) or given.shape != logits.shape:
-            what = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
-            raise TypeError(f"a logits processor returned {what}, not logits of shape {list(logits.shape)}")
-        logits = given
+        logits = processor(logits, rows)
+        if not isinstance(logits, torch.Tensor):
+            raise TypeError(f"a logits processor returned {type(logits).__name__}, not logits of shape {shape}")
+        if list(logits.shape) != shape or logits.device != device or not logits.is_floating_point():
+            raise TypeError(
+                f"a logits processor returned {_kind(logits)}, not logits of shape {shape} on {device} in a "
+                "floating-point type"
+            )
     return logits
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} on {tensor.device} in {tensor.dtype}"

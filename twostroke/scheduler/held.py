@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..errors import CannotFollow
+from ..errors import CannotFollow, told
 from ..held_input import HeldInput, ProcessorCall, RowTokens
 from ..plan import NO_POSITIONS, Flag, Plan
 from ..request import Request, Sample
@@ -80,7 +80,7 @@ class _Follower:
 
     def fail(self, error: BaseException) -> None:
         """Leave the sample no token, so that it ends."""
-        self.failure = str(error) if isinstance(error, CannotFollow) else f"{type(error).__name__}: {error}"
+        self.failure = str(error) if isinstance(error, CannotFollow) else told(error)
         self.mask[:] = 0
         self.forced = []
 
@@ -343,7 +343,7 @@ class HeldRows:
         plain = groups.pop((), [])
         calls, start = [], 0
         for members in groups.values():
-            tokens = [RowTokens(rows.known_tokens(row), rows.samples[row].prompt_len) for _, row, _ in members]
+            tokens = tuple(RowTokens(rows.known_tokens(row), rows.samples[row].prompt_len) for _, row, _ in members)
             processors = rows.samples[members[0][1]].request.params.logits_processors
             fail = partial(_fail, [follower for _, _, follower in members])
             calls.append(ProcessorCall(processors, start, start + len(members), tokens, fail))
