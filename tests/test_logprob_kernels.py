@@ -1,6 +1,8 @@
 """Log-probabilities on their own: PyTorch against float64, Triton (interpreted without a GPU) against PyTorch."""
 
 import math
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -124,3 +126,34 @@ def test_the_chance_of_a_token_is_that_among_the_kept_ones(where):
         kept = np.where(kept_tokens(x, row), scaled, -np.inf)
         exact = kept[token] - kept.max() - np.log(np.exp(kept - kept.max()).sum())
         assert chance == pytest.approx(exact, abs=2e-5)
+
+
+LAUNCHES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from twostroke.kernels import logprobs
+
+class Launches:
+    def __init__(self, kernel):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind, self.kinds = create_function_from_signature(kernel.signature, kernel.params, backend), set()
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **sizes: self.kinds.add(str(self.bind(*arguments, **sizes, debug=False)[1]))
+
+kernels = logprobs._survey, logprobs._join = Launches(logprobs._survey), Launches(logprobs._join)
+words, logits, records = torch.zeros(64, dtype=torch.int32), torch.zeros(8, 64), torch.zeros(8, 43, dtype=torch.int32)
+for at in range(5):
+    for targets in (words[at : at + 8], words[at : at + 24].view(8, 3)[:, 2]):
+        logprobs.write_records(logits, words[at : at + 8], words[:9], targets, None, records, 20)
+assert [len(kernel.kinds) for kernel in kernels] == [1, 1], [kernel.kinds for kernel in kernels]
+"""
+
+
+def test_where_rows_and_targets_lie_in_a_step_is_nothing_to_compile_for():
+    """They begin behind the sampled positions, at another place in each step."""
+    pytest.importorskip("triton")
+    code = "import os; os.environ.pop('TRITON_INTERPRET', None)\n" + LAUNCHES
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -25,7 +25,7 @@ _INFINITY = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["targets_stride"], do_not_specialize_on_alignment=["rows", "targets"])
 def _survey(
     logits,
     logits_stride,
@@ -64,7 +64,9 @@ def _survey(
             best, token = first_largest(x, ids)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["targets_stride"], do_not_specialize_on_alignment=["logits", "rows", "targets", "chances"]
+)
 def _join(
     logits,
     logits_stride,
