@@ -6,6 +6,7 @@ import math
 import threading
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from maintained import save_model
 from scripted import Scripted
 from watching import PATIENCE, quiet, wait_until
 
-from twostroke import EngineClosed, EngineDead, FinishReason, InvalidRequest, SamplingParams
+from twostroke import EngineClosed, EngineDead, FinishReason, InvalidRequest, QueueFull, SamplingParams
 from twostroke.request import mix_seed
 
 PROMPTS = [[5, 6, 7], list(range(20, 50)), [9], [11, 12], [4] * 17]
@@ -201,6 +202,37 @@ def test_what_goes_wrong_reaches_the_iteration_and_cancels_the_rest():
             with pytest.raises(StopIteration):
                 next(rollout)
             quiet(engine)
+
+
+def test_a_full_queue_is_waited_for():
+    """It refuses as long as groups before it wait; where none does, nothing would be gained by waiting."""
+    with running("async", num_blocks=200, max_waiting=4) as engine:
+        with mock.patch.object(engine, "start", wraps=engine.start) as start:
+            groups = by_index(engine.rollout(PROMPTS * 4, params(), n=2))
+        assert sorted(groups) == list(range(20))
+        assert start.call_count > 20
+        quiet(engine)
+        with pytest.raises(QueueFull, match="no room for 8 more"):
+            next(engine.rollout(PROMPTS, params(), n=8))
+        quiet(engine)
+
+
+def test_what_the_thread_calls_may_not_wait_for_it():
+    """New weights are refused there, and those `during` the groups are not; it may end the rollout."""
+
+    def replacing(samples):
+        assert rollout.update_weights({}, partial=True, during=True) == next(versions)
+        return bool(rollout.update_weights({}, partial=True))
+
+    versions = itertools.count(1)
+    with running("async", num_blocks=200) as engine:
+        rollout = engine.rollout(PROMPTS, params(), n=2, stop_group=replacing)
+        with pytest.raises(InvalidRequest, match="during=False waits for groups that run"):
+            list(rollout)
+        quiet(engine)
+        rollout = engine.rollout(itertools.repeat(PROMPTS[0]), params(), n=2, stop_group=lambda _: rollout.close())
+        assert not list(rollout)
+        quiet(engine)
 
 
 def test_the_end_of_the_engine_reaches_the_iteration():

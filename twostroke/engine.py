@@ -229,7 +229,7 @@ class Engine(Front):
         Groups come in the order in which they end. While one is used, others run.
 
         Args:
-            prompts: as for `generate`; an iterator is read as far as there is room.
+            prompts: as for `generate`; an iterator is read as far as there is room, so it must not wait for a group.
             params: of all samples; their `n`, if they have one, must be that of the call.
             n: samples of a group.
             stop_group: called with those samples of a group that have ended, whenever one more has; True ends the

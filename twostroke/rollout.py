@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .checks import require_int
-from .errors import InvalidRequest, shown
+from .errors import InvalidRequest, QueueFull, shown
 from .prompts import Prompt
 from .request import FinishReason
 from .sampling_params import SamplingParams
@@ -126,8 +126,9 @@ class Rollout:
         """Wait for a group.
 
         Raises:
-            InvalidRequest: a prompt or a parameter was refused. EngineDead, EngineClosed: the engine ended. Whatever
-                the prompts' iterator or the callback raises. All that still ran was cancelled.
+            InvalidRequest: a prompt or a parameter was refused. QueueFull: a group had no room, though no other of the
+                rollout ran. EngineDead, EngineClosed: the engine ended. Whatever the prompts' iterator or the callback
+                raises. All that still ran was cancelled.
         """
         return self._supply.take()
 
@@ -139,6 +140,10 @@ class Rollout:
         Args:
             during: at once, amid groups that run. Otherwise groups that have begun go on to their end first, and
                 meanwhile none begins, so no group has tokens of two versions.
+
+        Raises:
+            InvalidRequest: the weights were refused, or it is not `during` and comes from the prompts' iterator or the
+                callback, whose return the groups wait for.
         """
         if during:
             return self._engine.update_weights(weights, recompute=recompute, partial=partial)
@@ -149,7 +154,7 @@ class Rollout:
             self._supply.release()
 
     def close(self) -> None:
-        """Cancel what runs, and wait for that."""
+        """Cancel what runs, and wait for that; not in the prompts' iterator or the callback, which it waits for."""
         self._supply.close()
 
     def __enter__(self) -> Rollout:
@@ -190,6 +195,7 @@ class _Supply:
     ) -> None:
         self._engine = engine
         self._prompts = enumerate(prompts)
+        self._following: tuple[int, Prompt] | None = None
         self._params = params
         self._stop_group = stop_group
         self._room = ahead
@@ -216,7 +222,16 @@ class _Supply:
         return group
 
     def hold(self) -> None:
-        """Begin no group; return once none runs."""
+        """Begin no group; return once none runs.
+
+        Raises:
+            InvalidRequest: it is called by what the thread calls, so no group could end.
+        """
+        if self._is_caller:
+            raise InvalidRequest(
+                "during=False waits for groups that run, and these for the callback or iterator that asks for it: "
+                "give during=True there"
+            )
         with self._lock:
             self._held = True
             self._changed.wait_for(lambda: self._quiet or self._ended)
@@ -234,7 +249,13 @@ class _Supply:
 
     def close(self) -> None:
         self.let_go()
-        self._thread.join()
+        if not self._is_caller:
+            self._thread.join()
+
+    @property
+    def _is_caller(self) -> bool:
+        """Whether the thread itself runs this: the callback, or the prompts' iterator."""
+        return threading.current_thread() is self._thread
 
     def _serve(self) -> None:
         try:
@@ -260,23 +281,33 @@ class _Supply:
                 if self._held or self._leaving:
                     break
                 self._quiet = False
-            self._begin()
+            begun = self._begin()
             self._note_quiet()
+            if not begun:
+                break
         return not self._leaving and bool(self._groups or not self._exhausted)
 
-    def _begin(self) -> None:
-        following = next(self._prompts, None)
-        if following is None:
+    def _begin(self) -> bool:
+        """Begin the next group, if there is one; False if the engine has no room for it before one of these ends."""
+        self._following = self._following or next(self._prompts, None)
+        if self._following is None:
             self._exhausted = True
-            return
-        index, prompt = following
-        (handle,) = self._engine.start([prompt], [self._params])
+            return True
+        index, prompt = self._following
+        try:
+            (handle,) = self._engine.start([prompt], [self._params])
+        except QueueFull:
+            if not self._groups:
+                raise
+            return False
+        self._following = None
         group = _Group(index, handle)
         self._groups.add(group)
         self._room -= self._params.n
         handle.on_sample(lambda output: self._events.put(partial(self._end_sample, group, output)))
         # NOTE: samples that ended have said so themselves; this is for groups that fail with the engine.
         handle.on_end(lambda _: self._events.put(handle.result))
+        return True
 
     def _end_sample(self, group: _Group, output: SampleOutput) -> None:
         group.ended[output.index] = RolloutSample.of(output)
