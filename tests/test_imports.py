@@ -82,7 +82,8 @@ ALLOWED = {
     "config": set(),
     "watched": {"device"},
     "inbox": set(),
-    "progress": {"rich"},
+    "stderr": {"rich"},
+    "progress": {"rich", "stderr"},
     "prompts": {"numpy", "checks", "text"},
     "build_report": set(),
     "build_host_tier": {"torch", "config"} | BELOW_ENGINE,
@@ -110,7 +111,7 @@ ALLOWED = {
     | BELOW_ENGINE,
     "fleet": {"ray", "starlette", "pydantic", "msgspec", "openai", "server"},
     "jobs": {"rich", "numpy", "msgspec", "pydantic", "openai", "ray", "pyarrow"}
-    | {"interrupts"}
+    | {"interrupts", "stderr"}
     | ENGINE
     | BELOW_ENGINE,
     "cli": {"typer", "rich", "torch", "bench", "trace", "server", "simulate", "jobs", "interrupts"}

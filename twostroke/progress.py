@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Protocol
+
+from .stderr import stderr_console
 
 _REFRESH_SECONDS = 0.1
 
@@ -23,12 +24,11 @@ class Progress:
     def __init__(self, requests: Sequence[Counted], shown: bool | None) -> None:
         self._requests = requests
         self._bar = None
-        if sys.stderr.isatty() if shown is None else shown:
-            from rich.console import Console
+        if (console := stderr_console(shown)) is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
             columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("requests", total=len(requests))
 
     def wait(self) -> None:

@@ -10,6 +10,7 @@ import typer
 from ..errors import InvalidRequest, counted
 from .flags import EngineFlags, with_flags
 from .measured_speed import MeasuredSpeed, read_speed
+from .streams import tell
 
 if TYPE_CHECKING:
     from ..jobs.batch_job import BatchJob, Outcome
@@ -90,7 +91,7 @@ def _run(job: BatchJob, say: _LineErrors) -> Outcome:
         return job.run(say)
     except KeyboardInterrupt:
         then = "the same command goes on from what is written" if job.begun else "nothing was written yet"
-        typer.echo(f"twostroke: interrupted; {then}", err=True)
+        tell(f"twostroke: interrupted; {then}")
         raise
 
 
@@ -103,9 +104,9 @@ class _LineErrors:
     def __call__(self, line: int, error: Exception) -> None:
         self._count += 1
         if self._count <= SHOWN_ERRORS:
-            typer.echo(f"twostroke: line {line}: {' '.join(str(error).split())}", err=True)
+            tell(f"twostroke: line {line}: {' '.join(str(error).split())}")
         elif self._count == SHOWN_ERRORS + 1:
-            typer.echo("twostroke: further lines failed too; the output has them all", err=True)
+            tell("twostroke: further lines failed too; the output has them all")
 
 
 def _print_outcome(outcome: Outcome, price: float) -> None:
@@ -113,13 +114,12 @@ def _print_outcome(outcome: Outcome, price: float) -> None:
 
     totals = outcome.totals
     if totals.requests and not outcome.answered:
-        typer.echo("twostroke: this batch was complete already, with", err=True)
+        tell("twostroke: this batch was complete already, with")
     speed = totals.completion_tokens / totals.seconds if totals.seconds else 0.0
     money = f", ${cost(totals.seconds, price):.2f}" if price else ""
-    typer.echo(
+    tell(
         f"{counted(totals.requests, 'request')}, {totals.failed} failed; {totals.prompt_tokens} prompt and "
-        f"{counted(totals.completion_tokens, 'output token')} in {totals.seconds:.1f} s: {speed:.1f} tokens/s{money}",
-        err=True,
+        f"{counted(totals.completion_tokens, 'output token')} in {totals.seconds:.1f} s: {speed:.1f} tokens/s{money}"
     )
 
 

@@ -16,6 +16,7 @@ from ..bench.result import Result
 from ..bench.summary import Table, compare, drawings, kernel_table, machine_of, table_of
 from ..errors import InvalidConfig
 from .folders import make_folder
+from .streams import tell
 from .table import print_table
 
 NAMES = "\n\n".join(f"{benchmark.name}: {benchmark.summary}." for benchmark in BENCHMARKS.values())
@@ -85,7 +86,7 @@ def bench(
     )
     if json_file is not None:
         make_folder(json_file.parent if json_file.suffix == ".json" and not json_file.is_dir() else json_file, "--json")
-    result = benchmark.run(options, lambda line: typer.echo(line, err=True))
+    result = benchmark.run(options, tell)
     if result.commit is None:
         result = replace(result, commit=commit)
     _print_result(result, PRICE if price is None else price)

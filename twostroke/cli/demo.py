@@ -9,6 +9,7 @@ import typer
 
 from ..bench.workload import CHATS, QUESTIONS
 from ..sampling_params import SamplingParams
+from .streams import tell
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _measure(loop: str, params: SamplingParams, given: dict[str, str]) -> Measur
     from .. import Engine
     from ..bench.measure import measure
 
-    typer.echo(f"{loop} loop: loading the model, answering {len(CHATS)} prompts together ...", err=True)
+    tell(f"{loop} loop: loading the model, answering {len(CHATS)} prompts together ...")
     # NOTE: the prefix cache is off, since the warm-up has the same prompts.
     with Engine(**given, loop=loop, prefix_cache=False) as engine:  # type: ignore[arg-type]  # strings for all, to mypy
         engine.generate(CHATS, replace(params, max_tokens=WARM_UP_TOKENS), progress=False)

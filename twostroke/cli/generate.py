@@ -15,6 +15,7 @@ from ..request import FinishReason
 from .flags import EngineFlags, SamplingFlags, with_flags
 from .prompts import Job, gather
 from .pulse import pulse
+from .streams import tell
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -146,7 +147,7 @@ class _Text:
         output = handle.result()
         for sample in output.outputs:
             if sample.error is not None:
-                typer.echo(f"twostroke: prompt {index + 1} ended with an error: {sample.error}", err=True)
+                tell(f"twostroke: prompt {index + 1} ended with an error: {sample.error}")
         return output
 
     def _shown(self, ids: list[int], text: str | None) -> str:
@@ -154,4 +155,4 @@ class _Text:
 
     def close(self, outputs: list[RequestOutput], seconds: float) -> None:
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        typer.echo(f"{counted(tokens, 'token')} in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", err=True)
+        tell(f"{counted(tokens, 'token')} in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")

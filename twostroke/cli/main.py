@@ -20,6 +20,7 @@ from .generate import generate
 from .profile import profile
 from .serve import serve
 from .simulate import simulate
+from .streams import open_missing, tell
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the input was refused; something went wrong while running; Ctrl-C."""
@@ -29,6 +30,7 @@ class Commands(TyperGroup):
     """Turns the errors that twostroke raises on purpose into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
+        open_missing()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a model may say what the terminal's encoding cannot
         try:
@@ -46,7 +48,7 @@ class Commands(TyperGroup):
 
 
 def _failure(message: object, code: int) -> typer.Exit:
-    typer.echo(f"twostroke: {' '.join(str(message).split())}", err=True)
+    tell(f"twostroke: {' '.join(str(message).split())}")
     return typer.Exit(code)
 
 

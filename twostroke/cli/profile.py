@@ -10,6 +10,7 @@ import typer
 from ..errors import InvalidConfig, counted
 from .bench import LOOPS
 from .folders import make_folder
+from .streams import tell
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def profile(
     make_folder(out, "--out")
     profiles = []
     for name in LOOPS[loop]:
-        typer.echo(f"{name} loop: {counted(rows, 'request')}, {prompt_tokens} + {max_tokens} tokens each", err=True)
+        tell(f"{name} loop: {counted(rows, 'request')}, {prompt_tokens} + {max_tokens} tokens each")
         profiles.append(run_profile(name, workload, steps, options))
     _print_idle(profiles)
     _write(profiles, out)
@@ -75,5 +76,5 @@ def _write(profiles: list[Profile], out: Path) -> None:
         write_png(panels, out / "timeline.png")
         written.append("timeline.png")
     except MissingPackage as error:
-        typer.echo(f"twostroke: {error}", err=True)
+        tell(f"twostroke: {error}")
     typer.echo(f"\nwritten to {out}: {', '.join(written)}")

@@ -27,6 +27,7 @@ from ..simulate.trace_file import TraceFile
 from ..simulate.traffic import PATTERNS, Traffic
 from .flags import engine_flag, with_flags
 from .folders import make_folder
+from .streams import tell
 from .table import print_table
 
 MAX_REPLICAS = 4096
@@ -156,13 +157,12 @@ def simulate(
     for one in search(variants, settings, range(counts[0], counts[1] + 1), targets, run):
         found.append(one)
         report, seconds = one.report, f"{one.wall_seconds:.1f} s ({one.cpu_seconds:.1f} s of CPU)"
-        typer.echo(
+        tell(
             f"replicas={report.replicas}: {counted(report.requests, 'request')}, {counted(report.steps, 'step')}, "
-            f"simulated in {seconds}",
-            err=True,
+            f"simulated in {seconds}"
         )
         if report.refused:
-            typer.echo(f"{report.refused} refused, the first because {report.measures.refusal}", err=True)
+            tell(f"{report.refused} refused, the first because {report.measures.refusal}")
     _print_candidates(found, targets, price)
     if png is not None:
         write_picture([(_label(one), one.report) for one in found], price, png)

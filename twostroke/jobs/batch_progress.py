@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from ..engine import Engine
+from ..stderr import stderr_console
 from .batch_output import BatchOutput
 
 SECONDS_PER_HOUR = 3600
@@ -30,12 +30,11 @@ class BatchProgress:
         self._tokens = output.totals.completion_tokens
         self._began = time.perf_counter()
         self._bar = None
-        if sys.stderr.isatty() if shown is None else shown:
-            from rich.console import Console
+        if (console := stderr_console(shown)) is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rates]}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("requests", total=total, completed=output.totals.requests, rates="")
 
     def show(self) -> None:
