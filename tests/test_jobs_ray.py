@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from functools import partial
 from typing import Any
@@ -71,12 +72,24 @@ def at_answer(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_answers_are_those_of_one_engine(ray_cluster, case, tmp_path):
+def test_answers_are_those_of_one_engine(ray_cluster, case, tmp_path, capsys):
     source, expected = case
-    totals = on_ray(ray_cluster, source, tmp_path / "out").run(print).totals
+    totals = on_ray(ray_cluster, source, tmp_path / "out").run(print, progress=True).totals
     assert tokens_by_id(tmp_path / "out") == expected
     assert (totals.requests, totals.failed) == (160, 0)
     assert totals.completion_tokens == sum(len(tokens) for choices in expected.values() for tokens in choices)
+    active = re.findall(r"device active ([.0-9]+)%", capsys.readouterr().err)
+    assert 0 < float(active[-1]) <= 100
+
+
+def test_the_device_is_as_active_as_the_mean_of_the_engines_that_there_can_be():
+    from twostroke.jobs.ray_run import RayRun
+
+    run = RayRun("auto", 2, {}, "model", print)
+    assert run.active() is None
+    for engine, active, mean in (("a", 0.5, 0.5), ("b", 0.9, 0.7), ("a", 0.7, 0.8), ("c", 0.1, 0.4)):
+        run._hear(engine, active, 2)
+        assert run.active() == pytest.approx(mean)
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -168,7 +181,9 @@ def test_the_stage_takes_lines_without_numbers(ray_cluster):
         text, row = texts[f"own-{place}"]
         tokens = text["response"]["body"]["choices"][0]["token_ids"]
         assert (row["failed"], row["completion_tokens"]) == (False, len(tokens))
+        assert 0 < row["active"] <= 1
         assert len(tokens) == line["max_tokens"]
+    assert len({row["engine"] for row in answered}) == 1
     (nameless,) = (row for row in answered if row["failed"])
     assert json.loads(nameless["text"])["error"]["param"] == "custom_id"
 

@@ -173,7 +173,8 @@ class BatchJob:
             reader = RequestReader(
                 engine.tokenizer, self.name, engine.max_model_len, self.engine.get("seed"), survey.duplicates
             )
-            with BatchProgress(engine, output, survey.requests, self.price, progress) as bar:
+            active = partial(_active, engine)
+            with BatchProgress(active, output, survey.requests, self.price, progress) as bar:
                 BatchRun(engine, engine.config.max_rows, lines, reader, output, bar.show, on_error).run()
 
     def _ray_run(self) -> type[RayRun]:
@@ -197,9 +198,9 @@ class BatchJob:
     ) -> None:
         assert self.ray is not None
         output.start_clock()
-        with BatchProgress(None, output, survey.requests, self.price, progress) as bar:
-            run = kind(self.ray, self.engines, self.engine, self.name, bar.show, on_error)
-            run.run(source, survey, output)
+        run = kind(self.ray, self.engines, self.engine, self.name, on_error)
+        with BatchProgress(run.active, output, survey.requests, self.price, progress) as bar:
+            run.run(source, survey, output, bar.show)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -211,6 +212,10 @@ class BatchJob:
             written = f"What {journal_of(self.output)} knows of is done: the same command goes on from there"
             kept = written if self.begun else "Nothing was written yet"
             raise BatchStopped(f"{str(error).rstrip().rstrip('.')}. {kept}") from error
+
+
+def _active(engine: Engine) -> float:
+    return engine.stats().active
 
 
 def _copy_of_stdin(output: Path) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from ..engine import Engine
 from ..stderr import stderr_console
 from .batch_output import BatchOutput
 
@@ -15,16 +15,21 @@ class BatchProgress:
     """Shows on stderr how far a batch is, how fast it goes, and what it has cost so far.
 
     Args:
-        engine: None if there are several.
+        active: gives the share of the working time in which devices ran steps, None while that is not known.
         total: requests, those of earlier runs included.
         price: of an hour, in dollars; 0 is not shown.
         shown: None: if stderr is a terminal.
     """
 
     def __init__(
-        self, engine: Engine | None, output: BatchOutput, total: int, price: float, shown: bool | None
+        self,
+        active: Callable[[], float | None],
+        output: BatchOutput,
+        total: int,
+        price: float,
+        shown: bool | None,
     ) -> None:
-        self._engine = engine
+        self._active = active
         self._output = output
         self._price = price
         self._tokens = output.totals.completion_tokens
@@ -46,8 +51,8 @@ class BatchProgress:
         tokens = self._output.totals.completion_tokens - self._tokens
         speed = tokens / (time.perf_counter() - self._began)
         rates = [f"{speed:.0f} tokens/s"]
-        if self._engine is not None:
-            rates.append(f"device active {self._engine.stats().active:.1%}")
+        if (active := self._active()) is not None:
+            rates.append(f"device active {active:.1%}")
         if self._price:
             rates.append(f"${cost(self._output.seconds, self._price):.2f}")
         return ", ".join(rates)

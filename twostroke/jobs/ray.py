@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,9 +35,11 @@ SCHEMA = pa.schema(
         "failed": pa.bool_(),
         "prompt_tokens": pa.int64(),
         "completion_tokens": pa.int64(),
+        "engine": pa.string(),
+        "active": pa.float64(),
     }
 )
-"""Columns of the answers; see `Answered`."""
+"""Columns of the answers; see `Answered`, and `answer` on the last two."""
 
 
 def answer(
@@ -70,7 +73,8 @@ def answer(
             or from their `custom_id`: the same tokens whichever engine answers.
 
     Returns:
-        Rows of `line`, `text` (a line of a batch's output), `failed`, `prompt_tokens`, `completion_tokens`.
+        Rows of `line`, `text` (a line of a batch's output), `failed`, `prompt_tokens`, `completion_tokens`; and of the
+        `engine` that answered, a name that no other one has, and its `EngineStats.active` when the batch had ended.
 
     Raises:
         InvalidConfig: an argument is out of its range, or the dataset has no column `text`.
@@ -120,6 +124,7 @@ class LineAnswerer:
 
     def __init__(self, engine: Mapping[str, Any], model_name: str | None, duplicates: dict[int, int]) -> None:
         self._engine = Engine(**engine)
+        self._name = uuid.uuid4().hex
         name = model_name or os.fspath(engine.get("model", DEFAULT_MODEL))
         limits = self._engine.max_model_len
         self._reader = RequestReader(self._engine.tokenizer, name, limits, engine.get("seed"), duplicates)
@@ -140,7 +145,7 @@ class LineAnswerer:
         except (EngineDead, EngineClosed):
             _log.exception("the engine died; so does its actor, and Ray starts another")
             os._exit(1)
-        return answers.table()
+        return answers.table(self._name, self._engine.stats().active)
 
 
 class _Collected(Answers):
@@ -179,8 +184,9 @@ class _Collected(Answers):
     def flush(self) -> None:
         """All is where it belongs."""
 
-    def table(self) -> pa.Table:
-        rows = [one._asdict() | {"text": one.text.decode()} for one in self._answered]
+    def table(self, engine: str, active: float) -> pa.Table:
+        common = {"engine": engine, "active": active}
+        rows = [one._asdict() | {"text": one.text.decode()} | common for one in self._answered]
         return pa.Table.from_pylist(rows, SCHEMA)
 
 

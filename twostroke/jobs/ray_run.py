@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -32,7 +32,6 @@ class RayRun:
         engines: how many at most; None: one for each GPU that the cluster has now, or one without GPUs.
         engine: arguments of `Engine`.
         model_name: what lines call the model.
-        on_change: called after each change of the output's totals.
         on_error: called with the number of a line that failed, and why.
     """
 
@@ -40,11 +39,18 @@ class RayRun:
     engines: int | None
     engine: Mapping[str, Any]
     model_name: str
-    on_change: Callable[[], None]
     on_error: Callable[[int, ApiError], None]
+    _active: dict[str, float] = field(default_factory=dict, init=False)
 
-    def run(self, source: BatchInput, survey: Survey, output: BatchOutput) -> None:
+    def active(self) -> float | None:
+        """Share of the working time in which devices ran steps, the mean of the engines; None before their answers."""
+        return sum(self._active.values()) / len(self._active) if self._active else None
+
+    def run(self, source: BatchInput, survey: Survey, output: BatchOutput, on_change: Callable[[], None]) -> None:
         """Answer what the output does not have yet.
+
+        Args:
+            on_change: called after each change of the output's totals.
 
         Raises:
             InvalidConfig: an argument of the engine was refused, or the cluster is too small.
@@ -53,10 +59,10 @@ class RayRun:
         """
         with self._connected():
             done = bytearray(survey.last + 1)
-            lines = input_dataset(source, survey, output.state)
+            lines, count = input_dataset(source, survey, output.state), self._count()
             answered = answer(
                 lines,
-                engines=(1, self._count()),
+                engines=(1, count),
                 gpus=self._gpus_of_engine,
                 model_name=self.model_name,
                 duplicates=survey.duplicates,
@@ -64,18 +70,27 @@ class RayRun:
             )
             for block in answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
                 for row in block.to_pylist():
-                    self._take(Answered(**row | {"text": row["text"].encode()}), output, done)
+                    self._hear(row.pop("engine"), row.pop("active"), count)
+                    if self._take(Answered(**row | {"text": row["text"].encode()}), output, done):
+                        on_change()
                 output.flush()
 
-    def _take(self, answered: Answered, output: BatchOutput, done: bytearray) -> None:
+    def _hear(self, engine: str, active: float, count: int) -> None:
+        """Note how active an engine is; of more than there can be, the one not heard of for longest is gone."""
+        self._active.pop(engine, None)
+        self._active[engine] = active
+        if len(self._active) > count:
+            del self._active[next(iter(self._active))]
+
+    def _take(self, answered: Answered, output: BatchOutput, done: bytearray) -> bool:
         """Add an answer, unless Ray gave it before: what it tries again may have been done already."""
         if done[answered.line]:
-            return
+            return False
         done[answered.line] = 1
         output.add(answered)
         if answered.failed:
             self.on_error(answered.line, _error(answered))
-        self.on_change()
+        return True
 
     @property
     def _arguments(self) -> dict[str, Any]:
