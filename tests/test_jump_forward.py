@@ -221,3 +221,23 @@ def test_jumps_begin_behind_the_thinking(small, patient, mode):
         steps = engine.stats().steps
     assert re.fullmatch(REGEX, text)
     assert steps < len(output.token_ids)
+
+
+SPECIAL = "a<|im_end|>b"
+SPELLED = {
+    "json_schema": StructuredOutput(json_schema={"const": SPECIAL}),
+    "escaped": StructuredOutput(json_schema='{"const": "a\\u003c|im_end|>b"}'),
+    "regex": StructuredOutput(regex=r'"a<\|im_end\|>b"'),
+    "choice": StructuredOutput(choice=[f'"{SPECIAL}"']),
+    "ebnf": StructuredOutput(grammar=f'root ::= "\\"{SPECIAL}\\""'),
+    "lark": StructuredOutput(grammar=f'start: "\\"{SPECIAL}\\""', jump_forward=True),
+}
+
+
+@pytest.mark.parametrize("spelled", SPELLED.values(), ids=SPELLED)
+def test_the_text_of_a_special_token_is_said_in_others(small, spelled):
+    """Where it alone can follow, it was cut into the special token, which no grammar takes for text."""
+    with running("async", small) as engine:
+        output = engine.generate([PROMPTS[0]], SamplingParams(structured=spelled, seed=1))[0]
+        assert engine.tokenizer.encode(output.text) != output.token_ids[:-1]
+    assert (output.error, output.text) == (None, f'"{SPECIAL}"')

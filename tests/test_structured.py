@@ -6,6 +6,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from unittest import mock
 
 import jsonschema
@@ -318,6 +319,14 @@ def test_a_grammar_that_takes_too_much_work_later_on_says_so(small, mode):
     assert re.match(r"structured\.json_schema cannot be followed behind \d+ tokens: .*items; max is", failed.error)
     assert '"yes"' in failed.text
     assert re.fullmatch(REGEX, other.text)
+
+
+def test_choices_of_any_character_and_schemas_of_any_mapping(small):
+    schema = MappingProxyType({"anyOf": (MappingProxyType({"const": 7}),)})
+    forms = [StructuredOutput(choice=["\x7f"]), StructuredOutput(json_schema=schema)]
+    with running("async", small) as engine:
+        outputs = engine.generate([PROMPTS[0]] * 2, [SamplingParams(structured=form) for form in forms])
+    assert [output.text for output in outputs] == ["\x7f", "7"]
 
 
 def test_without_a_tokenizer_or_an_end_there_is_no_structured_output(saved):

@@ -57,7 +57,8 @@ class StructuredOutput:
         ((name, value),) = given.items()
         text = _as_json(name, value) if name in ("json_schema", "choice") else value
         if not isinstance(text, str):
-            raise InvalidRequest(f"structured.{name}={shown(value)} must be a string")
+            what = "a mapping, or JSON text" if name == "json_schema" else "a string"
+            raise InvalidRequest(f"structured.{name}={shown(value)} must be {what}")
         if len(text) > MAX_GRAMMAR_CHARS:
             raise InvalidRequest(
                 f"structured.{name} has {len(text)} characters, at most {MAX_GRAMMAR_CHARS} are supported"
@@ -78,7 +79,14 @@ def _as_json(name: str, value: Any) -> Any:
         return json.dumps(list(value))
     if isinstance(value, Mapping):
         try:
-            return json.dumps(value)
+            return json.dumps(value, default=_plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"structured.json_schema={shown(value)} is not JSON: {error}") from error
     return value
+
+
+def _plain(value: object) -> dict[Any, Any]:
+    """A mapping that is no dict, as one."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is none")

@@ -65,6 +65,9 @@ class Grammars:
                 self._vocabulary = self._make_vocabulary()
         try:
             grammar = _grammar(name, text)
+            # NOTE: text that is forced would be cut as in a prompt, into special tokens, which are no text here.
+            if self._tokenizer.holds_special(_literal(name, text)):
+                grammar = _unforced(grammar)
         except ValueError as error:
             raise InvalidRequest(f"structured.{name}={shown(text)}: {error}") from error
         # NOTE: its default limits bound the time to about a second, and that of a mask to some milliseconds.
@@ -183,10 +186,27 @@ def _grammar(name: str, text: str) -> str:
     if name == "regex":
         return llguidance.LLMatcher.grammar_from_regex(text)
     if name == "choice":
-        return llguidance.LLMatcher.grammar_from_lark(
-            "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-        )
+        return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, json.loads(text))))
     return llguidance.grammar_from("grammar", text)
+
+
+def _quoted(text: str) -> str:
+    """A string of a Lark grammar, which is one of JSON but for the one character that must not stand there as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _literal(name: str, text: str) -> str:
+    """The source of a grammar in which what stands for itself does so without escapes."""
+    flat = json.dumps(json.loads(text), ensure_ascii=False) if name in ("json_schema", "choice") else text
+    return flat.replace("\\", "")
+
+
+def _unforced(grammar: str) -> str:
+    """The same language as a Lark grammar, where text that alone can follow may be cut into any tokens."""
+    if grammar.startswith('{"grammars"'):
+        (part,) = json.loads(grammar)["grammars"]
+        grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
+    return f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -71,6 +71,10 @@ class Tokenizer:
         """The id of a token, as the vocabulary spells it; None if there is none."""
         return self._backend.token_to_id(token)
 
+    def holds_special(self, text: str) -> bool:
+        """Whether the text of a special token stands in `text`."""
+        return any(token in text for token in self._special_texts)
+
     def to_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json."""
         return self._backend.to_str()
