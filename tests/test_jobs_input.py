@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,14 @@ def test_what_cannot_be_read_is_refused(tmp_path, data):
         path.write_bytes(data)
     with pytest.raises(InvalidRequest, match=r"^input='.*in' cannot be read"):
         BatchInput(path).survey()
+
+
+@pytest.mark.parametrize("make_path", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_cannot_be_read_twice_is_refused(tmp_path, make_path):
+    """A shell makes such a pipe of `<(zcat in.gz)`; what is written into it would be lost."""
+    make_path(tmp_path / "in")
+    with pytest.raises(InvalidRequest, match=r"^input='.*in' is no regular file, .* comes in by - a copy is kept"):
+        BatchInput(tmp_path / "in").survey()
 
 
 def test_shards_part_the_limited_input(tmp_path):
@@ -124,6 +134,7 @@ def test_the_defaults_of_each_form():
     assert read({"prompt": [1]}).params.max_tokens == 128
     assert read(envelope({"prompt": [1]})).params.max_tokens == 16
     assert read({"prompt": [1], "custom_id": "mine"}).custom_id == "mine"
+    assert read({"prompt": [1], "custom_id": None}).custom_id == "line-4"
     assert read({"prompt": [1] * 20}).tokens == 30  # what the context leaves
 
 
@@ -159,7 +170,11 @@ def test_seeds_follow_from_the_line():
         ({"messages": [{"role": "user", "content": "x"}]}, "no tokenizer"),
         (envelope({"prompt": [1]}, url="/v1/embeddings"), "url='/v1/embeddings' must be one of /v1/chat"),
         (envelope({"prompt": [1]}, method="GET"), "not a request"),
-        (envelope({"prompt": [1]}, custom_id=3), "not a request"),
+        (envelope({"prompt": [1]}, custom_id=3), "custom_id=3 must be a string"),
+        ({"prompt": [1], "custom_id": 3}, "custom_id=3 must be a string"),
+        ({"prompt": [1], "custom_id": ["a"]}, r"custom_id=\['a'\] must be a string"),
+        (b'{"prompt": [1], "custom_id": "a\xff"}', "not JSON"),
+        (b'{"prompt": [1], "custom_id": %s}' % (b"9" * 5000), "not"),
         (envelope({"prompt": [1]}, extra=1), "not a request"),
         ({"url": "/v1/completions"}, "not a request"),
     ],

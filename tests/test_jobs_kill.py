@@ -102,9 +102,9 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(processes, tmp_path, expecte
 @pytest.mark.parametrize(
     ("synced", "left", "message"),
     [
-        (0, False, r"No space left.*Nothing was written yet"),
-        (3, False, r"No space left.*Nothing was written yet"),
-        (5, True, r"No space left.*out\.journal.*the same command goes on"),
+        (0, False, r"No space left.*: '/.*'\. Nothing was written yet"),
+        (3, False, r"No space left.*/out'\. Nothing was written yet"),
+        (5, True, r"No space left.*/out'\. What .*out\.journal.*the same command goes on"),
     ],
     ids=["the first record", "the first group", "a later group"],
 )

@@ -163,6 +163,28 @@ def test_the_longest_begin_first_and_the_window_is_bounded(tmp_path):
     assert sum(tail) / len(tail) < sum(lengths) / len(lengths) / 2, "what is short was kept for the end"
 
 
+@pytest.mark.parametrize("bad", [[], [-1]], ids=["when read", "when submitted"])
+def test_a_flood_of_bad_lines_keeps_no_answer_waiting(tmp_path, bad):
+    """Nor those that follow: the engine gets them while some of the bad ones are not looked at yet."""
+    good, bad = {"prompt": [1], "max_tokens": 20}, {"prompt": bad, "max_tokens": 1}
+    with running("async", num_blocks=200) as engine:
+        start = engine.start
+
+        def answered(prompts, params):
+            handles = start(prompts, params)
+            for handle in handles:
+                handle.wait()
+            return handles
+
+        with mock.patch.object(engine, "start", answered):
+            errors = answer(engine, tmp_path, [good, *[bad] * 500, good, *[bad] * 500])
+    assert len(errors) == 1000
+    places = {line["custom_id"]: place for place, line in enumerate(read_lines(tmp_path / "out"))}
+    assert len(places) == 1002
+    assert places["line-1"] < 500
+    assert places["line-502"] < 1000
+
+
 # Ends
 
 
@@ -212,6 +234,14 @@ def test_an_interrupt_keeps_what_was_answered(tmp_path, place):
     assert 0 < len(read_lines(tmp_path / "out")) < 30
     assert job.run(print).totals.requests == 30
     assert len(tokens_by_id(tmp_path / "out")) == 30
+
+
+def test_an_interrupt_ends_a_flood_of_bad_lines(tmp_path):
+    job = BatchJob(source=write_lines(tmp_path / "in", [{"prompt": []}] * 1000), output=tmp_path / "out", engine=ENGINE)
+    with pytest.raises(KeyboardInterrupt):
+        job.run(lambda line, error: signal.raise_signal(signal.SIGINT) if line == 10 else None)
+    assert 10 <= len(read_lines(tmp_path / "out")) < 200
+    assert job.run(lambda line, error: None).totals.failed == 1000
 
 
 def test_a_complete_batch_needs_no_engine(tmp_path):

@@ -148,6 +148,10 @@ class BatchInput:
 
     @contextmanager
     def _open(self) -> Iterator[BinaryIO]:
+        if self.path.exists() and not self.path.is_file():
+            raise InvalidRequest(
+                f"input={str(self.path)!r} is no regular file, and is read twice; of what comes in by - a copy is kept"
+            )
         try:
             with self.path.open("rb") as file:
                 magic = file.read(len(_GZIP_MAGIC))

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from ..errors import shown
 from ..model.load import lasting_name
 from ..openai.answers import Answer
 from ..openai.call import check_outputs
@@ -159,6 +160,7 @@ def _split(line: Line) -> tuple[str, bytes]:
         raise ApiError(400, f"the line is longer than {MAX_LINE_BYTES} bytes", code="line_too_long")
     try:
         keys = msgspec.json.decode(line.data, type=dict[str, msgspec.Raw])
+        _check_id(msgspec.json.decode(keys.get("custom_id", b"null")))
         if "url" in keys or "body" in keys:
             envelope = msgspec.json.decode(line.data, type=_Envelope)
             return envelope.url, bytes(envelope.body)
@@ -167,6 +169,12 @@ def _split(line: Line) -> tuple[str, bytes]:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ApiError(400, f"the line is not JSON that can be read: {error}", code="invalid_json") from error
     return _split_plain(keys)
+
+
+def _check_id(given: object) -> None:
+    """Refuse an id that the answer could not have: who asked would not find it."""
+    if not isinstance(given, str | None):
+        raise ApiError(400, f"custom_id={shown(given)} must be a string", param="custom_id", code="invalid_type")
 
 
 def _split_plain(keys: dict[str, msgspec.Raw]) -> tuple[str, bytes]:

@@ -25,6 +25,9 @@ AHEAD = 4
 SUBMITTED = 2
 """Samples that the engine has at most, in its rows: those that run, and as many that are about to."""
 
+BAD_AT_ONCE = 64
+"""Lines that fail before they run, between two looks at what has ended: a flood of them must not hold up the engine."""
+
 CHECK_SECONDS = 0.1
 """Time between two looks for Ctrl-C while nothing ends."""
 
@@ -81,6 +84,7 @@ class BatchRun:
         self._ahead: list[_Waiting] = []
         self._running: dict[BatchRequest, list[Handle]] = {}
         self._samples = 0
+        self._failed = 0  # since the last look at what has ended
         self._interrupts = Interrupts()
         self._ended: queue.SimpleQueue[BatchRequest] = queue.SimpleQueue()
 
@@ -98,7 +102,7 @@ class BatchRun:
     def _answer(self) -> None:
         try:
             self._fill()
-            while self._running:
+            while self._running or self._flooded:
                 self._take()
                 self._fill()
         except BaseException as error:
@@ -111,6 +115,7 @@ class BatchRun:
 
     def _fill(self) -> None:
         """Read ahead, and submit as many as the engine should have."""
+        self._failed = 0
         while True:
             self._interrupts.check()
             self._read_ahead()
@@ -121,8 +126,14 @@ class BatchRun:
                 heapq.heappush(self._ahead, waiting)
                 return
 
+    @property
+    def _flooded(self) -> bool:
+        return self._failed >= BAD_AT_ONCE
+
     def _read_ahead(self) -> None:
-        while len(self._ahead) < AHEAD * self._rows and (line := next(self._lines, None)) is not None:
+        while len(self._ahead) < AHEAD * self._rows and not self._flooded:
+            if (line := next(self._lines, None)) is None:
+                return
             try:
                 request = self._reader.read(line)
             except ApiError as error:
@@ -151,8 +162,9 @@ class BatchRun:
     def _take(self) -> None:
         """Wait until a request has ended, or the group is due; take all that have ended."""
         due = self._output.due_in()
+        patience = CHECK_SECONDS if due is None else min(due, CHECK_SECONDS)
         try:
-            self._end(self._ended.get(timeout=CHECK_SECONDS if due is None else min(due, CHECK_SECONDS)))
+            self._end(self._ended.get(timeout=0 if self._flooded else patience))
             while True:
                 self._end(self._ended.get_nowait())
         except queue.Empty:
@@ -175,6 +187,7 @@ class BatchRun:
         self._on_change()
 
     def _fail(self, line: int, name: str, error: ApiError) -> None:
+        self._failed += 1
         self._output.add_error(line, name, error)
         self._output.flush_if_due()
         self._on_error(line, error)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,17 +119,20 @@ class DurableFile:
 
     def cut(self, length: int) -> None:
         """Drop what is behind the first `length` bytes."""
-        os.ftruncate(self._file, length)
+        with _named(self._path):
+            os.ftruncate(self._file, length)
         self.length = length
 
     def append(self, data: bytes) -> None:
         rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
+        with _named(self._path):
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
         self.length += len(data)
 
     def sync(self) -> None:
-        os.fsync(self._file)
+        with _named(self._path):
+            os.fsync(self._file)
 
     def read(self) -> BinaryIO:
         """The file from its beginning on, to be closed."""
@@ -276,6 +280,17 @@ def sync_folder(path: Path) -> None:
     """Have the name of a new file stay."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)
+        with _named(path.parent):
+            os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Have an error say what it is of: another disk may be full than the one thought of."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
