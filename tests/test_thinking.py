@@ -131,6 +131,14 @@ def test_texts_and_the_usual_tokens_mark_thinking(small):
         ({"thinking_end": [3]}, "thinking_end=.* means nothing without max_thinking_tokens"),
         ({"max_thinking_tokens": 2, "thinking_start": [999], "thinking_end": [1]}, "thinking_start.0.=999"),
         ({"max_thinking_tokens": 2, "thinking_start": [1], "thinking_end": []}, "at least one token"),
+        (
+            {"max_thinking_tokens": 2, "thinking_start": [1] * 65, "thinking_end": [1]},
+            "thinking_start=.* has 65 tokens, at most 64 are supported",
+        ),
+        (
+            {"max_thinking_tokens": 2, "thinking_start": [1], "thinking_end": [1] * 100_000},
+            "thinking_end=.* has 100000 tokens, at most 64 are supported",
+        ),
         ({"max_thinking_tokens": 2, "thinking_start": "a"}, "this model has no tokenizer, give token ids"),
     ],
 )

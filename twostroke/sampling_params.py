@@ -39,6 +39,9 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 2048
 """Tokens of all its bad words of several tokens together."""
 
+MAX_MARKER_TOKENS = 64
+"""Tokens of the begin or the end of thinking: each token of prompt and output is compared with as many before it."""
+
 LOGIT_LIMIT = 1e6
 """Largest logit bias or additive penalty: beyond it a logit itself would be lost in rounding."""
 
@@ -95,8 +98,8 @@ class SamplingParams:
         max_thinking_tokens: most tokens between the begin and the end of thinking, >= 0; then `thinking_end` is forced.
             Several thoughts share them. None is no limit. If the prompt ends in thinking, `structured` is meant for
             what comes behind it.
-        thinking_start, thinking_end: token ids, or text to be made of the tokens that the tokenizer makes of it. None:
-            the tokens <think> and </think>.
+        thinking_start, thinking_end: token ids, or text to be made of the tokens that the tokenizer makes of it, at
+            most 64. None: the tokens <think> and </think>.
         logits_processors: called in this order with the row's logits, before anything else changes them; see
             `sampling.processors.LogitsProcessor`.
         best_of: run so many samples, at least n, and return the n whose tokens have the largest mean log-probability,

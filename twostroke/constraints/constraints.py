@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..checks import require_token_ids, require_utf8
-from ..errors import InvalidRequest, shown
+from ..errors import InvalidRequest, counted, shown
 from ..limits import Limits
 from ..request import Request
-from ..sampling_params import SamplingParams
+from ..sampling_params import MAX_MARKER_TOKENS, SamplingParams
 from ..terms import Terms
 from ..text.tokenizer import Tokenizer
 from .constraint import Constraint
@@ -95,4 +95,8 @@ class Constraints:
             raise InvalidRequest(f"{name}=None: this model has no token {usual!r}, give {name}")
         if not ids:
             raise InvalidRequest(f"{name}={shown(given)} must be at least one token")
+        if len(ids) > MAX_MARKER_TOKENS:
+            raise InvalidRequest(
+                f"{name}={shown(given)} has {counted(len(ids), 'token')}, at most {MAX_MARKER_TOKENS} are supported"
+            )
         return ids

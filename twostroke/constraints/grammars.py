@@ -26,6 +26,9 @@ _KEPT = 64
 _TRIED = 8
 """First tokens that are tried at submit, before a grammar is refused because none can be followed."""
 
+_REASON_CHARS = 400
+"""Of a reason's beginning, and as many of its end: it may quote all that the user gave."""
+
 _SILENT = 0
 
 _JSON: Any = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}
@@ -69,7 +72,7 @@ class Grammars:
             if self._tokenizer.holds_special(_literal(name, text)):
                 grammar = _unforced(grammar)
         except ValueError as error:
-            raise InvalidRequest(f"structured.{name}={shown(text)}: {error}") from error
+            raise InvalidRequest(f"structured.{name}={shown(text)}: {_shortened(str(error))}") from error
         # NOTE: its default limits bound the time to about a second, and that of a mask to some milliseconds.
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=_SILENT)
         if (reason := _try(matcher)) is not None:
@@ -211,4 +214,10 @@ def _unforced(grammar: str) -> str:
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
     """The error without the dump of the parser's state that follows it."""
-    return matcher.get_error().split("<state>")[0].strip()
+    return _shortened(matcher.get_error().split("<state>")[0].strip())
+
+
+def _shortened(reason: str) -> str:
+    if len(reason) <= 2 * _REASON_CHARS:
+        return reason
+    return f"{reason[:_REASON_CHARS]} ... {reason[-_REASON_CHARS:]}"
