@@ -22,7 +22,7 @@ def old(model):
 
 @every_mode
 def test_a07_a_pause_keeps_every_token(mode, model, old):
-    with running(mode, model, num_blocks=64) as engine, Slow(engine, seconds=0.02):
+    with running(mode, model, num_blocks=64) as engine, Slow(engine, seconds=0.05):
         handles = begin(engine)
         for _ in range(3):
             engine.pause()

@@ -1,5 +1,8 @@
 """Sleep while requests wait: G11, G09; weights and cache go, and come back."""
 
+import signal
+import threading
+
 import pytest
 import torch
 from engines import running
@@ -9,6 +12,27 @@ from watching import PATIENCE, quiet
 from twostroke import EngineAsleep, NotEnoughMemory
 from twostroke.device import put_away
 from twostroke.device.put_away import PutAway
+
+
+class Held:
+    """Holds the first step of an engine until it `goes_on`."""
+
+    def __init__(self, engine):
+        self._model, self._forward = engine.model, engine.model.forward
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def __enter__(self):
+        self._model.forward = self._wait
+        return self
+
+    def __exit__(self, *exc):
+        self.goes_on.set()
+        del self._model.forward
+
+    def _wait(self, step, attention):
+        self.began.set()
+        self.goes_on.wait()
+        return self._forward(step, attention)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +58,20 @@ def test_g11_a_sleep_changes_nobody_s_tokens(mode, models, old):
         engine.wake()
         assert results(handles) == [*old, old[0]]
         assert [handle.result().preemptions for handle in handles] == [1, 1, 1, 0]
+        quiet(engine)
+
+
+def test_a_sleep_that_was_interrupted_can_be_undone(models, old):
+    """Ctrl-C while the caller waits for the step that runs: nothing is put away, but nothing is planned either."""
+    with running("async", models[0], num_blocks=64) as engine, Held(engine) as held:
+        handle = engine.submit(PROMPTS[0], greedy())
+        assert held.began.wait(PATIENCE)
+        threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep()
+        held.goes_on.set()
+        engine.wake()
+        assert handle.result(PATIENCE).token_ids == old[0]
         quiet(engine)
 
 

@@ -54,8 +54,7 @@ class Maintenance:
 
     def wake(self) -> None:
         with self._busy:
-            if self._away is not None:
-                self._calls.call(self._bring_back)
+            self._calls.call(self._bring_back)
 
     def update_weights(self, weights: Weights, *, recompute: bool, partial: bool) -> int:
         with self._busy:
@@ -99,12 +98,11 @@ class Maintenance:
         answer(future)
 
     def _bring_back(self, scheduler: Scheduler, future: Future[Any]) -> None:
-        parts = self._parts
-        assert self._away is not None
-        self._away.bring_back(parts.forward.attention)
-        self._away = None
-        parts.capture()
-        scheduler.release("sleep")
+        if self._away is not None:
+            self._away.bring_back(self._parts.forward.attention)
+            self._away = None
+            self._parts.capture()
+        scheduler.release("sleep")  # also of a call to sleep that was interrupted
         answer(future)
 
     def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
