@@ -19,7 +19,8 @@ class StructuredOutput:
     """The language that the output's text must be a word of. Exactly one of the first five is given.
 
     Attributes:
-        json_schema: a JSON schema, as a mapping or as JSON text. A keyword that is not implemented is refused.
+        json_schema: a JSON schema, as a mapping or as JSON text. A keyword that is not implemented is refused, and so
+            are bounds of numbers that cannot be kept.
         regex: a regular expression of the whole text, in the syntax of Rust's `regex` crate: no look-around, no
             back-references.
         choice: the texts to choose from.

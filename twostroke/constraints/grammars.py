@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import CannotFollow, InvalidRequest, counted, shown
 from ..structured import StructuredOutput
 from ..text.tokenizer import Tokenizer
+from .bounds import check_bounds
 from .constraint import allow, bar
 
 # NOTE: imported where it is used, so that an engine without grammars starts without it.
@@ -183,7 +184,9 @@ def _grammar(name: str, text: str) -> str:
     import llguidance
 
     if name == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+        check_bounds(json.loads(text))
+        return grammar
     if name == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON)
     if name == "regex":
