@@ -70,7 +70,7 @@ def model(request, tmp_path, monkeypatch):
 
 def test_thin_steps_give_the_logits_of_the_plain_path(model):
     prompt, following = random_tokens(9, seed=1), random_tokens(3, seed=2)
-    thin = ThinDecoder(model, PlainLinears(model.config.norm_eps))
+    thin = ThinDecoder(model, PlainLinears(model.config.norm_eps), range(1, MAX_TOKENS + 1))
     with torch.inference_mode():
         logits = []
         for forward in (model.forward, thin.forward):
@@ -84,15 +84,18 @@ def test_thin_steps_give_the_logits_of_the_plain_path(model):
 
 
 def test_only_steps_of_few_lanes_are_thin(model):
-    lanes = [(0, 0, 1)] * MAX_TOKENS
-    assert ThinDecoder.takes(make_step(model, lanes, []))
-    assert not ThinDecoder.takes(make_step(model, [*lanes, (0, 0, 1)], []))
-    assert not ThinDecoder.takes(make_step(model, [(0, 0, 1)], [(1, 0, [2])]))
-    assert not ThinDecoder.takes(make_step(model, [(0, 0, 1)], [], sample_index=[0]))
+    few, more = (ThinDecoder(model, PlainLinears(EPS), lanes) for lanes in (range(1, 4), range(4, 6)))
+    lanes = [(0, 0, 1)]
+    assert [few.takes(make_step(model, lanes * count, [])) for count in range(1, 7)] == [True] * 3 + [False] * 3
+    assert [more.takes(make_step(model, lanes * count, [])) for count in range(1, 7)] == [False] * 3 + [True] * 2 + [
+        False
+    ]
+    assert not few.takes(make_step(model, lanes, [(1, 0, [2])]))
+    assert not few.takes(make_step(model, lanes, [], sample_index=[0]))
 
 
 def test_no_thin_steps_on_a_cpu(model):
-    assert ThinDecoder.made_for(model) is None
+    assert ThinDecoder.made_for(model) == []
 
 
 def test_a_missing_compiler_leaves_the_plain_path_and_says_so(model, monkeypatch, caplog):
@@ -103,8 +106,20 @@ def test_a_missing_compiler_leaves_the_plain_path_and_says_so(model, monkeypatch
     monkeypatch.setattr("twostroke.model.thin.ThinLinears", missing)
     monkeypatch.setattr(ThinWeight, "fits", staticmethod(lambda weight, gated=False: True))
     model.device = torch.device("cuda")
-    assert ThinDecoder.made_for(model) is None
+    assert ThinDecoder.made_for(model) == []
     assert "nvcc" in caplog.text
+
+
+@pytest.mark.parametrize(("most_bytes", "count"), [(1 << 20, 2), (1, 1)])
+def test_more_lanes_are_thin_where_weights_are_small(model, monkeypatch, most_bytes, count):
+    medium_linear = pytest.importorskip("twostroke.kernels.medium_linear")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("twostroke.model.thin.ThinLinears", lambda device, eps: PlainLinears(eps))
+    monkeypatch.setattr(ThinWeight, "fits", staticmethod(lambda weight, gated=False: True))
+    monkeypatch.setattr(medium_linear.MediumWeight, "fits", staticmethod(lambda weight: True))
+    monkeypatch.setattr(medium_linear, "MAX_BYTES", most_bytes)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert len(ThinDecoder.made_for(model)) == count
 
 
 def test_weights_that_fit():

@@ -55,7 +55,7 @@ def test_the_accounting_knows_the_write_amid_requests_and_at_rest(mode, monkeypa
 def test_new_weights_leave_what_was_chosen_for_their_storage(monkeypatch):
     """Thin products read addresses: to choose them anew would keep the loop's thread for nothing."""
     chosen = []
-    monkeypatch.setattr(ThinDecoder, "made_for", chosen.append)
+    monkeypatch.setattr(ThinDecoder, "made_for", lambda decoder: chosen.append(decoder) or [])
     with running("async", num_blocks=64) as engine:
         engine.update_weights(engine.model.copy_weights())
         assert engine.weight_version == 1

@@ -76,7 +76,7 @@ class Decoder:
             if config.tied
             else linear(config.hidden_size, config.vocab_size, False, dtype, device)
         )
-        self._thin: ThinDecoder | None = None
+        self._thin: list[ThinDecoder] = []
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
         self.weight_bytes = sum(tensor.nbytes for tensor in self._step_tensors())
 
@@ -142,8 +142,9 @@ class Decoder:
 
         Nothing here waits for the device or has a shape that depends on data, so the pass can be captured.
         """
-        if self._thin is not None and self._thin.takes(step):
-            return self._thin.forward(step, attention)
+        for thin in self._thin:
+            if thin.takes(step):
+                return thin.forward(step, attention)
         ops, eps = self._ops, self.config.norm_eps
         cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, self.embedding)

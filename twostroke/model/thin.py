@@ -1,9 +1,9 @@
-"""The decode steps of few tokens of the native decoder, through kernels that read weights without a pause."""
+"""The decode steps of few tokens of the native decoder, through products that start beside the kernel ahead."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -25,15 +25,29 @@ CAPABILITY = (9, 0)
 _log = logging.getLogger(__name__)
 
 
+class Linears(Protocol):
+    """Launches products: `ThinLinears`, and `MediumLinears` for more tokens, each with weights of its own making."""
+
+    def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any: ...
+    def heading(self, weight: torch.Tensor) -> Any: ...
+    def gating(self, weight: torch.Tensor) -> Any: ...
+    def adding(self, weight: torch.Tensor) -> Any: ...
+    def scaled(self, x: Scaled, weight: Any) -> torch.Tensor: ...
+    def gated(self, x: Scaled, weight: Any) -> torch.Tensor: ...
+    def residual(self, x: torch.Tensor, weight: Any, residual: torch.Tensor, norm: torch.Tensor) -> Scaled: ...
+
+
 class _ThinLayer(NamedTuple):
-    qkv: ThinWeight
-    output: ThinWeight
-    gate_up: ThinWeight
-    down: ThinWeight
+    """What `Linears` made of a layer's weights."""
+
+    qkv: Any
+    output: Any
+    gate_up: Any
+    down: Any
 
 
 class ThinDecoder:
-    """The steps of a decoder that have lanes only, and at most `MAX_TOKENS` of them.
+    """The steps of a decoder that have lanes only, and so many of them as its products are made for.
 
     Four products and attention are all that a layer launches: norms, residual and activation are parts of the products.
     Each starts while the one ahead ends; behind a product, a product reads what that has announced.
@@ -43,11 +57,13 @@ class ThinDecoder:
     Args:
         decoder: whose weights are used; it must be one that `made_for` accepts.
         linears: launches the products.
+        lanes: how many of them a step may have.
     """
 
-    def __init__(self, decoder: Decoder, linears: ThinLinears) -> None:
+    def __init__(self, decoder: Decoder, linears: Linears, lanes: range) -> None:
         self._decoder = decoder
         self._linears = linears
+        self._lanes = lanes
         self._layers = [
             _ThinLayer(
                 linears.scaling(_weight(block.qkv), block.qkv.bias),
@@ -60,21 +76,38 @@ class ThinDecoder:
         self._head = linears.heading(_weight(decoder.head))
 
     @classmethod
-    def made_for(cls, decoder: Decoder) -> ThinDecoder | None:
-        """Return the thin steps of a decoder; None where its device, its shapes or a missing compiler forbid them."""
-        device = decoder.device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY or not _fits(decoder):
-            return None
+    def made_for(cls, decoder: Decoder) -> list[ThinDecoder]:
+        """Return the thin steps of a decoder, of few lanes and of more; each where its device and shapes allow it."""
+        if decoder.device.type != "cuda" or not _is_plain(decoder):
+            return []
+        capability = torch.cuda.get_device_capability(decoder.device)
+        few = cls._of_few(decoder) if capability == CAPABILITY else []
+        return few + (cls._of_more(decoder) if capability >= CAPABILITY else [])
+
+    @classmethod
+    def _of_few(cls, decoder: Decoder) -> list[ThinDecoder]:
+        if not _fits(decoder):
+            return []
         try:
-            return cls(decoder, ThinLinears(device, decoder.config.norm_eps))
+            return [cls(decoder, ThinLinears(decoder.device, decoder.config.norm_eps), range(1, MAX_TOKENS + 1))]
         except CompilerMissing as error:
             _log.warning("decode steps of few tokens take the slower path: %s", error)
-            return None
+            return []
 
-    @staticmethod
-    def takes(step: StepInputs) -> bool:
+    @classmethod
+    def _of_more(cls, decoder: Decoder) -> list[ThinDecoder]:
+        from ..kernels import medium_linear as medium
+
+        weights = [_weight(layer) for block in decoder.blocks for layer in block.linears]
+        fits = all(medium.MediumWeight.fits(weight) for weight in [_weight(decoder.head), *weights])
+        if not fits or not all(medium.MediumWeight.pays(weight) for weight in weights):
+            return []
+        linears = medium.MediumLinears(decoder.device, decoder.config.norm_eps)
+        return [cls(decoder, linears, range(MAX_TOKENS + 1, medium.MAX_TOKENS + 1))]
+
+    def takes(self, step: StepInputs) -> bool:
         """Whether a step is one of those; shapes alone decide."""
-        return step.num_lanes == len(step.input_ids) <= MAX_TOKENS and step.sample_index is None
+        return step.num_lanes == len(step.input_ids) and step.num_lanes in self._lanes and step.sample_index is None
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [T, vocabulary], bf16."""
@@ -94,11 +127,14 @@ class ThinDecoder:
         return linears.scaled(x, self._head)
 
 
+def _is_plain(decoder: Decoder) -> bool:
+    return all(layer.bias is None for block in decoder.blocks for layer in (block.output, block.gate_up, block.down))
+
+
 def _fits(decoder: Decoder) -> bool:
-    plain = all(layer.bias is None for block in decoder.blocks for layer in (block.output, block.gate_up, block.down))
     gated = all(ThinWeight.fits(_weight(block.gate_up), gated=True) for block in decoder.blocks)
     others = [decoder.head, *(layer for block in decoder.blocks for layer in (block.qkv, block.output, block.down))]
-    return plain and gated and all(ThinWeight.fits(_weight(layer)) for layer in others)
+    return gated and all(ThinWeight.fits(_weight(layer)) for layer in others)
 
 
 def _weight(linear: Linear) -> torch.Tensor:

@@ -1,0 +1,232 @@
+"""Checks and times the products of decode steps of 65 to 256 lanes of a small model, beside cuBLAS, in CUDA graphs.
+
+usage: PYTHONPATH=. python bench/medium_linear.py [layers]      (on a GPU of compute capability 9.0)
+
+Prints, for the shape of Qwen3-0.6B: errors against float64 and runs that differ; a sweep over tiles for each product
+alone; times of a layer's four products with norms, residual and activation, with the tiles that the engine uses, with
+the best of the sweep, and with all of these changed in one respect. A choice that fails prints why, and is left out.
+"""
+
+import sys
+import time
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from twostroke.bench.ceilings import measure_ceilings
+from twostroke.bench.timing import graph_seconds
+from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
+from twostroke.kernels.ops import add_rms_norm, rms_norm, silu_mul
+from twostroke.kernels.thin_linear import Scaled
+
+H, Q, INNER, QKV, V, EPS = 1024, 2048, 3072, 4096, 151936, 1e-6
+SHAPES = {"o": (H, Q), "gate_up": (2 * INNER, H), "down": (H, INNER), "qkv": (QKV, H)}
+NAMES = {shape: name for name, shape in SHAPES.items()}
+LANES = (96, 128, 192, 240, 256)
+SWEPT = (128, 256)
+
+# tokens, rows, inputs, warps, stages; a gated tile has twice as many rows
+NARROW = [
+    (64, 32, 128, 4, 4), (64, 32, 128, 4, 8), (64, 32, 256, 4, 4), (64, 32, 64, 4, 8),
+    (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 6), (64, 64, 256, 4, 3),
+    (128, 32, 128, 4, 5), (128, 32, 64, 8, 5), (128, 64, 64, 8, 4), (128, 64, 128, 8, 4),
+]  # fmt: skip
+CHOICES = {
+    "o": NARROW,
+    "down": NARROW,
+    "qkv": [
+        (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (64, 64, 128, 4, 6), (64, 128, 64, 4, 4),
+        (128, 32, 128, 4, 5), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 64, 128, 8, 4),
+        (128, 128, 64, 8, 3), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (256, 64, 64, 8, 5),
+    ],
+    "gate_up": [
+        (64, 32, 64, 4, 6), (64, 32, 128, 4, 3), (64, 32, 128, 4, 6), (64, 64, 64, 4, 4),
+        (128, 32, 64, 4, 4), (128, 32, 64, 8, 4), (128, 32, 128, 8, 4), (128, 64, 64, 8, 3),
+        (128, 64, 64, 8, 6), (128, 64, 128, 8, 3), (256, 32, 64, 8, 5), (256, 64, 64, 8, 4),
+    ],
+}  # fmt: skip
+CHANGES = {
+    "as they are": {},
+    "weights not asked for ahead": {"ahead": False},
+    "loads by threads": {"described": False},
+    "loads by threads, weights not asked for ahead": {"described": False, "ahead": False},
+}
+
+
+def bf16(*shape, scale=1.0):
+    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+def linears_of(tiles):
+    """Linears whose products have the tiles of a mapping from their names."""
+    return MediumLinears(torch.device("cuda"), EPS, lambda weight, _: tiles[NAMES[tuple(weight.weight.shape)]])
+
+
+class Layers:
+    """Random layers, and what runs them."""
+
+    def __init__(self, count):
+        self.weights = {name: [bf16(*shape, scale=0.02) for _ in range(count)] for name, shape in SHAPES.items()}
+        self.norm = bf16(H)
+
+    def inputs(self, tokens):
+        self.h, self.seen, self.wide = bf16(tokens, H), bf16(tokens, Q), bf16(tokens, INNER)
+        self.values = (self.h.float() * self.norm.float()).to(torch.bfloat16)
+        self.squares = self.h.float().square().reshape(tokens, 16, -1).sum(2).T.contiguous()
+        self.x = Scaled(self.h, self.values, self.squares)
+
+    def made(self, linears, name):
+        makers = {"o": linears.adding, "down": linears.adding, "gate_up": linears.gating, "qkv": linears.scaling}
+        return [makers[name](weight) for weight in self.weights[name]]
+
+    def chain(self, linears):
+        made = [self.made(linears, name) for name in SHAPES]
+
+        def run():
+            x, out = self.x, None
+            for o, gate_up, down, qkv in zip(*made, strict=True):
+                x = linears.residual(self.seen, o, x.residual, self.norm)
+                x = linears.residual(linears.gated(x, gate_up), down, x.residual, self.norm)
+                out = linears.scaled(x, qkv)
+            return x.residual, out
+
+        return run
+
+    def cublas(self):
+        r, out = self.h, None
+        for o, gate_up, down, qkv in zip(*self.weights.values(), strict=True):
+            n, r = add_rms_norm(F.linear(self.seen, o), r, self.norm, EPS)
+            n, r = add_rms_norm(F.linear(silu_mul(F.linear(n, gate_up)), down), r, self.norm, EPS)
+            out = F.linear(n, qkv)
+        return r, out
+
+    def exact(self):
+        """The first layer, in double."""
+        o, gate_up, down, qkv = (weights[0].double() for weights in self.weights.values())
+
+        def normed(r):
+            return r * torch.rsqrt(r.square().mean(1, keepdim=True) + EPS) * self.norm.double()
+
+        r = self.h.double() + self.seen.double() @ o.T
+        gate, up = (normed(r) @ gate_up.T).split(INNER, 1)
+        r = r + (F.silu(gate) * up) @ down.T
+        return r, normed(r) @ qkv.T
+
+    def alone(self, linears, name):
+        made = self.made(linears, name)
+        if name == "gate_up":
+            return lambda: [linears.gated(self.x, weight) for weight in made]
+        if name == "qkv":
+            return lambda: [linears.scaled(self.x, weight) for weight in made]
+        x = self.seen if name == "o" else self.wide
+        return lambda: [linears.residual(x, weight, self.h, self.norm) for weight in made]
+
+    def alone_by_cublas(self, name):
+        x = {"o": self.seen, "gate_up": self.h, "down": self.wide, "qkv": self.h}[name]
+        return lambda: [F.linear(x, weight) for weight in self.weights[name]]
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+def shown(failure):
+    return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+
+
+def microseconds(what, work, count):
+    """Time of one of `count`; infinite if it fails, and the reason is printed."""
+    try:
+        return 1e6 * graph_seconds(work) / count
+    except Exception as failure:
+        print(f"{what}: {shown(failure)}")
+        return float("inf")
+
+
+def check(layers):
+    for tokens in (65, 128, 200, 256):
+        layers.inputs(tokens)
+        run = layers.chain(MediumLinears(torch.device("cuda"), EPS))
+        first, cublas, exact = run(), layers.cublas(), layers.exact()
+        pairs = zip(first, cublas, exact, strict=True)
+        figures = [f"{error(got, want):.1e}, cuBLAS {error(other, want):.1e}" for got, other, want in pairs]
+        different = sum(not all(torch.equal(a, b) for a, b in zip(run(), first, strict=True)) for _ in range(100))
+        print(f"{tokens} lanes: norm ratios of residual and qkv: {figures}; {different} of 100 runs differ", flush=True)
+
+
+def sweep(layers, tokens):
+    """Return the best tiles of each product alone, from cuBLAS's time and all choices'."""
+    best = {}
+    count = len(layers.weights["o"])
+    layers.inputs(tokens)
+    for name, choices in CHOICES.items():
+        times = {}
+        for choice in choices:
+            tiles = MediumTiles(*choice)
+            work = layers.alone(linears_of({name: tiles}), name)
+            times[tiles] = microseconds(f"{name} {choice}", work, count)
+        fastest = min(times, key=times.get)
+        for label, change in list(CHANGES.items())[1:]:
+            tiles = fastest._replace(**change)
+            work = layers.alone(linears_of({name: tiles}), name)
+            times[tiles] = microseconds(f"{name} {label}", work, count)
+        best[name] = min(times, key=times.get)
+        blas = microseconds("cuBLAS", layers.alone_by_cublas(name), count)
+        print(f"{tokens} lanes, {name}: cuBLAS {blas:.2f}; best {times[best[name]]:.2f} {tuple(best[name])}")
+        print("   ", "; ".join(f"{time:.2f} {'x'.join(map(str, map(int, tiles)))}" for tiles, time in times.items()))
+        sys.stdout.flush()
+    return best
+
+
+def compare(layers, tokens, swept):
+    count = len(layers.weights["o"])
+    layers.inputs(tokens)
+    near = swept[min(size for size in swept if size >= tokens)]
+    engine = MediumLinears(torch.device("cuda"), EPS)
+    print(f"{tokens} lanes, us a layer: cuBLAS {microseconds('cuBLAS', layers.cublas, count):.1f}, ", end="")
+    print(f"engine {microseconds('engine', layers.chain(engine), count):.1f}; best of the sweep", end="")
+    for label, change in CHANGES.items():
+        tiles = {name: tiles._replace(**change) for name, tiles in near.items()}
+        print(f", {label} {microseconds(label, layers.chain(linears_of(tiles)), count):.1f}", end="")
+    blas = {name: f"{microseconds(name, layers.alone_by_cublas(name), count):.2f}" for name in SHAPES}
+    mine = {name: f"{microseconds(name, layers.alone(linears_of(near), name), count):.2f}" for name in SHAPES}
+    print(f"\n    alone: cuBLAS {blas}; best of the sweep {mine}", flush=True)
+
+
+def compare_heads(layers):
+    heads = [bf16(V, H, scale=0.02) for _ in range(2)]
+    linears = MediumLinears(torch.device("cuda"), EPS)
+    made = [linears.heading(head) for head in heads]
+    for tokens in (128, 256):
+        layers.inputs(tokens)
+        mine = microseconds("head", lambda: [linears.scaled(layers.x, weight) for weight in made], 2)
+        blas = microseconds(
+            "cuBLAS", lambda: [F.linear(rms_norm(layers.h, layers.norm, EPS), head) for head in heads], 2
+        )
+        print(f"{tokens} lanes, head: {mine:.1f}, cuBLAS with its norm {blas:.1f}", flush=True)
+
+
+def main(count=28):
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    layers = Layers(count)
+    try:
+        check(Layers(1))
+    except Exception as failure:
+        print(f"the engine's tiles: {shown(failure)}")
+    bandwidth = measure_ceilings().read_bytes_per_s
+    floor = {name: 1e6 * weights[0].nbytes / bandwidth for name, weights in layers.weights.items()}
+    print(f"us to read weights: {sum(floor.values()):.1f}", {name: f"{value:.2f}" for name, value in floor.items()})
+    compare_heads(layers)
+    for tokens in SWEPT:
+        layers.inputs(tokens)
+        engine = {name: medium_tiles(layers.made(linears_of({}), name)[0], tokens) for name in SHAPES}
+        print(f"engine's tiles at {tokens} lanes: { {name: tuple(map(int, tiles)) for name, tiles in engine.items()} }")
+    swept = {tokens: sweep(layers, tokens) for tokens in SWEPT}
+    for tokens in LANES:
+        compare(layers, tokens, swept)
+    print(f"{time.perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
