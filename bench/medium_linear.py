@@ -13,6 +13,7 @@ import time
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+import twostroke.kernels.medium_linear as medium_linear
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
@@ -24,6 +25,8 @@ SHAPES = {"o": (H, Q), "gate_up": (2 * INNER, H), "down": (H, INNER), "qkv": (QK
 NAMES = {shape: name for name, shape in SHAPES.items()}
 LANES = (96, 128, 192, 240, 256)
 SWEPT = (128, 256)
+HALF = 113 << 10
+"""Of a multiprocessor's shared memory: programs of two products that follow each other fit beside each other."""
 
 # tokens, rows, inputs, warps, stages; a gated tile has twice as many rows
 NARROW = [
@@ -45,6 +48,7 @@ CHOICES = {
         (128, 64, 64, 8, 6), (128, 64, 128, 8, 3), (256, 32, 64, 8, 5), (256, 64, 64, 8, 4),
     ],
 }  # fmt: skip
+HEAD_CHOICES = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 6), (128, 256, 64, 8, 4), (256, 128, 64, 8, 4)]
 CHANGES = {
     "as they are": {},
     "weights not asked for ahead": {"ahead": False},
@@ -143,20 +147,28 @@ def microseconds(what, work, count):
         return float("inf")
 
 
-def check(layers):
-    for tokens in (65, 128, 200, 256):
-        layers.inputs(tokens)
-        run = layers.chain(MediumLinears(torch.device("cuda"), EPS))
+def check(what, linears, tokens):
+    layers = Layers(1)
+    layers.inputs(tokens)
+    run = layers.chain(linears)
+    try:
         first, cublas, exact = run(), layers.cublas(), layers.exact()
         pairs = zip(first, cublas, exact, strict=True)
         figures = [f"{error(got, want):.1e}, cuBLAS {error(other, want):.1e}" for got, other, want in pairs]
         different = sum(not all(torch.equal(a, b) for a, b in zip(run(), first, strict=True)) for _ in range(100))
-        print(f"{tokens} lanes: norm ratios of residual and qkv: {figures}; {different} of 100 runs differ", flush=True)
+        print(f"{what}, {tokens} lanes: norm ratios of residual and qkv {figures}; {different} of 100 runs differ")
+    except Exception as failure:
+        print(f"{what}, {tokens} lanes: {shown(failure)}")
+    sys.stdout.flush()
+
+
+def shared_bytes(name, tiles):
+    return 2 * tiles.stages * tiles.inputs * (tiles.tokens + tiles.rows * (2 if name == "gate_up" else 1))
 
 
 def sweep(layers, tokens):
-    """Return the best tiles of each product alone, from cuBLAS's time and all choices'."""
-    best = {}
+    """Return the best tiles of each product alone: of all choices, and of those that leave half the shared memory."""
+    best, lean = {}, {}
     count = len(layers.weights["o"])
     layers.inputs(tokens)
     for name, choices in CHOICES.items():
@@ -165,66 +177,75 @@ def sweep(layers, tokens):
             tiles = MediumTiles(*choice)
             work = layers.alone(linears_of({name: tiles}), name)
             times[tiles] = microseconds(f"{name} {choice}", work, count)
-        fastest = min(times, key=times.get)
+        best[name] = min(times, key=times.get)
+        lean[name] = min((tiles for tiles in times if shared_bytes(name, tiles) <= HALF), key=times.get)
         for label, change in list(CHANGES.items())[1:]:
-            tiles = fastest._replace(**change)
+            tiles = best[name]._replace(**change)
             work = layers.alone(linears_of({name: tiles}), name)
             times[tiles] = microseconds(f"{name} {label}", work, count)
-        best[name] = min(times, key=times.get)
         blas = microseconds("cuBLAS", layers.alone_by_cublas(name), count)
-        print(f"{tokens} lanes, {name}: cuBLAS {blas:.2f}; best {times[best[name]]:.2f} {tuple(best[name])}")
+        print(f"{tokens} lanes, {name}: cuBLAS {blas:.2f}; best {times[best[name]]:.2f} {tuple(map(int, best[name]))}")
         print("   ", "; ".join(f"{time:.2f} {'x'.join(map(str, map(int, tiles)))}" for tiles, time in times.items()))
         sys.stdout.flush()
-    return best
+    return best, lean
 
 
-def compare(layers, tokens, swept):
+def compare(layers, tokens, best, lean):
     count = len(layers.weights["o"])
     layers.inputs(tokens)
-    near = swept[min(size for size in swept if size >= tokens)]
-    engine = MediumLinears(torch.device("cuda"), EPS)
-    print(f"{tokens} lanes, us a layer: cuBLAS {microseconds('cuBLAS', layers.cublas, count):.1f}, ", end="")
-    print(f"engine {microseconds('engine', layers.chain(engine), count):.1f}; best of the sweep", end="")
+    linears = {"engine": MediumLinears(torch.device("cuda"), EPS), "best that leave half": linears_of(lean)}
     for label, change in CHANGES.items():
-        tiles = {name: tiles._replace(**change) for name, tiles in near.items()}
-        print(f", {label} {microseconds(label, layers.chain(linears_of(tiles)), count):.1f}", end="")
+        linears[f"best {label}"] = linears_of({name: tiles._replace(**change) for name, tiles in best.items()})
+    times = {"cuBLAS": microseconds("cuBLAS", layers.cublas, count)}
+    times |= {label: microseconds(label, layers.chain(made), count) for label, made in linears.items()}
+    print(f"{tokens} lanes, us a layer:", ", ".join(f"{label} {time:.1f}" for label, time in times.items()))
     blas = {name: f"{microseconds(name, layers.alone_by_cublas(name), count):.2f}" for name in SHAPES}
-    mine = {name: f"{microseconds(name, layers.alone(linears_of(near), name), count):.2f}" for name in SHAPES}
-    print(f"\n    alone: cuBLAS {blas}; best of the sweep {mine}", flush=True)
+    mine = {name: f"{microseconds(name, layers.alone(linears['engine'], name), count):.2f}" for name in SHAPES}
+    print(f"    alone: cuBLAS {blas}; engine {mine}", flush=True)
 
 
 def compare_heads(layers):
+    """An output head's products, which the engine leaves to the library."""
+    medium_linear.MAX_BYTES = 1 << 40
     heads = [bf16(V, H, scale=0.02) for _ in range(2)]
-    linears = MediumLinears(torch.device("cuda"), EPS)
-    made = [linears.heading(head) for head in heads]
-    for tokens in (128, 256):
+    for tokens in SWEPT:
         layers.inputs(tokens)
-        mine = microseconds("head", lambda: [linears.scaled(layers.x, weight) for weight in made], 2)
         blas = microseconds(
             "cuBLAS", lambda: [F.linear(rms_norm(layers.h, layers.norm, EPS), head) for head in heads], 2
         )
-        print(f"{tokens} lanes, head: {mine:.1f}, cuBLAS with its norm {blas:.1f}", flush=True)
+        times = []
+        for choice in HEAD_CHOICES:
+            linears = MediumLinears(torch.device("cuda"), EPS, lambda *_, choice=choice: MediumTiles(*choice))
+            made = [linears.heading(head) for head in heads]
+            time = microseconds(
+                f"head {choice}", lambda made=made, linears=linears: [linears.scaled(layers.x, w) for w in made], 2
+            )
+            times.append(f"{time:.1f} {'x'.join(map(str, map(int, choice)))}")
+        print(f"{tokens} lanes, head: cuBLAS with its norm {blas:.1f}; {'; '.join(times)}", flush=True)
 
 
 def main(count=28):
     start = time.perf_counter()
     torch.manual_seed(0)
     layers = Layers(count)
-    try:
-        check(Layers(1))
-    except Exception as failure:
-        print(f"the engine's tiles: {shown(failure)}")
+    engine = MediumLinears(torch.device("cuda"), EPS)
+    for tokens in (65, *LANES):
+        check("engine", engine, tokens)
     bandwidth = measure_ceilings().read_bytes_per_s
     floor = {name: 1e6 * weights[0].nbytes / bandwidth for name, weights in layers.weights.items()}
     print(f"us to read weights: {sum(floor.values()):.1f}", {name: f"{value:.2f}" for name, value in floor.items()})
-    compare_heads(layers)
     for tokens in SWEPT:
-        layers.inputs(tokens)
-        engine = {name: medium_tiles(layers.made(linears_of({}), name)[0], tokens) for name in SHAPES}
-        print(f"engine's tiles at {tokens} lanes: { {name: tuple(map(int, tiles)) for name, tiles in engine.items()} }")
-    swept = {tokens: sweep(layers, tokens) for tokens in SWEPT}
+        tiles = {name: medium_tiles(layers.made(engine, name)[0], tokens) for name in SHAPES}
+        print(
+            f"engine's tiles at {tokens} lanes: { {name: tuple(map(int, chosen)) for name, chosen in tiles.items()} }"
+        )
+    swept = {}
+    for tokens in SWEPT:
+        swept[tokens] = sweep(layers, tokens)
+        check("best of the sweep", linears_of(swept[tokens][0]), tokens)
     for tokens in LANES:
-        compare(layers, tokens, swept)
+        compare(layers, tokens, *swept[min(size for size in SWEPT if size >= tokens)])
+    compare_heads(layers)
     print(f"{time.perf_counter() - start:.0f} s in all")
 
 

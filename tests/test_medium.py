@@ -11,6 +11,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
+import twostroke.kernels.medium_linear as medium_linear
 from twostroke.kernels.medium_linear import MAX_BYTES, MediumLinears, MediumTiles, MediumWeight, medium_tiles
 from twostroke.kernels.thin_linear import Scaled
 
@@ -81,6 +82,21 @@ def test_products(tokens, hidden, inner, described):
     products = Products(MediumLinears(torch.device("cpu"), EPS, lambda *_: tiles), tokens, hidden, inner, torch.randn)
     for got, wanted in compared(products.run(), products.wanted()):
         torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-4)
+
+
+@on_cpu
+def test_a_weight_too_large_to_pay_is_left_to_the_library(monkeypatch):
+    """An output head. The library's product takes the norm's result, where a medium one scales behind itself."""
+    torch.manual_seed(0)
+    products = Products(MediumLinears(torch.device("cpu"), EPS), 5, 32, 48, torch.randn)
+    wanted = products.wanted()
+    x = Scaled(wanted[0].float(), wanted[1].float(), torch.stack([wanted[2].float() / 2] * 2))
+    monkeypatch.setattr(medium_linear, "MAX_BYTES", 1)
+    monkeypatch.setattr(MediumLinears, "_launch", None)
+    head = products.linears.heading(products.into)
+    torch.testing.assert_close(products.linears.scaled(x, head), wanted[4].float(), rtol=1e-4, atol=1e-4)
+    first = Scaled(x.residual, x.values, None)
+    torch.testing.assert_close(products.linears.scaled(first, head), wanted[3].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_weights_that_fit_and_pay():

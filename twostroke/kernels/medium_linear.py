@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -199,8 +200,6 @@ def medium_tiles(weight: MediumWeight, tokens: int) -> MediumTiles:
     As few bytes as may be go from the L2 cache to multiprocessors: a tile reads (tokens + rows) * K numbers, so tiles
     are as square as a device full of them allows.
     """
-    if weight.outputs > 32768:  # an output head
-        return MediumTiles(128, 128, 64, warps=8, stages=4, ahead=False)
     if weight.epilogue == Epilogue.SILU:
         return MediumTiles(128, 64 if tokens > 128 else 32, 64, warps=8, stages=3)
     if weight.outputs < 2048:
@@ -229,7 +228,7 @@ class MediumLinears:
         return MediumWeight(weight, bias, Epilogue.SCALE)
 
     def heading(self, weight: torch.Tensor) -> MediumWeight:
-        """A weight for `scaled`, of a large product that no other follows."""
+        """A weight for `scaled`, that no other product follows."""
         return self.scaling(weight)
 
     def gating(self, weight: torch.Tensor) -> MediumWeight:
@@ -241,7 +240,9 @@ class MediumLinears:
         return MediumWeight(weight, None, Epilogue.RESIDUAL)
 
     def scaled(self, x: Scaled, weight: MediumWeight) -> torch.Tensor:
-        """Return norm(x) @ weight.T + bias, [T, N]."""
+        """Return norm(x) @ weight.T + bias, [T, N]; by the library where the weight is too large to pay."""
+        if not MediumWeight.pays(weight.weight):
+            return functional.linear(self._norm(x), weight.weight, weight.bias)
         return self._normed(x, weight)
 
     def gated(self, x: Scaled, weight: MediumWeight) -> torch.Tensor:
@@ -261,6 +262,12 @@ class MediumLinears:
         made = Scaled(_output(x, weight), _output(x, weight), squares)
         self._launch(x, weight, tiles, None, made.residual, (residual, norm), (made.values, squares))
         return made
+
+    def _norm(self, x: Scaled) -> torch.Tensor:
+        if x.squares is None:
+            return x.values
+        inverse = torch.rsqrt(x.squares.sum(0) / x.values.shape[1] + self._eps)
+        return (x.values * inverse[:, None]).to(x.values.dtype)
 
     def _normed(self, x: Scaled, weight: MediumWeight) -> torch.Tensor:
         out = _output(x.values, weight)
