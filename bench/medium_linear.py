@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 import twostroke.kernels.medium_linear as medium_linear
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
+from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
 from twostroke.kernels.ops import add_rms_norm, rms_norm, silu_mul
 from twostroke.kernels.thin_linear import Scaled
@@ -89,7 +90,7 @@ class Layers:
         def run():
             x, out = self.x, None
             for o, gate_up, down, qkv in zip(*made, strict=True):
-                x = linears.residual(self.seen, o, x.residual, self.norm)
+                x = linears.residual(Written(self.seen), o, x.residual, self.norm)
                 x = linears.residual(linears.gated(x, gate_up), down, x.residual, self.norm)
                 out = linears.scaled(x, qkv)
             return x.residual, out
@@ -123,7 +124,7 @@ class Layers:
         if name == "qkv":
             return lambda: [linears.scaled(self.x, weight) for weight in made]
         x = self.seen if name == "o" else self.wide
-        return lambda: [linears.residual(x, weight, self.h, self.norm) for weight in made]
+        return lambda: [linears.residual(Written(x), weight, self.h, self.norm) for weight in made]
 
     def alone_by_cublas(self, name):
         x = {"o": self.seen, "gate_up": self.h, "down": self.wide, "qkv": self.h}[name]

@@ -12,6 +12,7 @@ from torch.nn import functional
 pytest.importorskip("triton")
 
 import twostroke.kernels.medium_linear as medium_linear
+from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import MAX_BYTES, MediumLinears, MediumTiles, MediumWeight, medium_tiles
 from twostroke.kernels.thin_linear import Scaled
 
@@ -43,14 +44,14 @@ class Products:
 
     def run(self):
         linears = self.linears
-        x = linears.residual(self.wide, linears.adding(self.out), self.h, self.norm)
+        x = linears.residual(Written(self.wide), linears.adding(self.out), self.h, self.norm)
         first = Scaled(x.residual, x.values, None)
         return (
             *x,
             linears.scaled(first, linears.scaling(self.into)),
             linears.scaled(x, linears.heading(self.into)),
             linears.scaled(x, linears.scaling(self.into, self.bias)),
-            linears.gated(x, linears.gating(self.into)),
+            linears.gated(x, linears.gating(self.into)).values,
         )
 
     def wanted(self):
@@ -114,6 +115,7 @@ def test_weights_that_fit_and_pay():
 COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import medium_linear_kernel
 
 names = medium_linear_kernel.arg_names

@@ -22,6 +22,7 @@ from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .announced import Written
 from .sizes import cdiv, next_power_of_2
 from .thin_linear import Epilogue, Scaled
 
@@ -223,6 +224,9 @@ class MediumLinears:
         self._eps = eps
         self._tiles = tiles
 
+    def begin(self) -> None:
+        """Start a step: nothing, since each product waits for the whole one ahead."""
+
     def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> MediumWeight:
         """A weight for `scaled`, in the middle of a layer."""
         return MediumWeight(weight, bias, Epilogue.SCALE)
@@ -245,11 +249,11 @@ class MediumLinears:
             return functional.linear(self._norm(x), weight.weight, weight.bias)
         return self._normed(x, weight)
 
-    def gated(self, x: Scaled, weight: MediumWeight) -> torch.Tensor:
+    def gated(self, x: Scaled, weight: MediumWeight) -> Written:
         """Return silu(norm(x) @ gate.T) * (norm(x) @ up.T), [T, N / 2]."""
-        return self._normed(x, weight)
+        return Written(self._normed(x, weight))
 
-    def residual(self, x: torch.Tensor, weight: MediumWeight, residual: torch.Tensor, norm: torch.Tensor) -> Scaled:
+    def residual(self, x: Written, weight: MediumWeight, residual: torch.Tensor, norm: torch.Tensor) -> Scaled:
         """Return residual + x @ weight.T, scaled by the weight of the next norm.
 
         Args:
@@ -257,10 +261,11 @@ class MediumLinears:
             residual: [T, N], contiguous.
             norm: [N].
         """
-        tokens, tiles = len(x), self._tiles(weight, len(x))
-        squares = torch.empty(cdiv(weight.outputs, tiles.rows), tokens, dtype=torch.float32, device=x.device)
-        made = Scaled(_output(x, weight), _output(x, weight), squares)
-        self._launch(x, weight, tiles, None, made.residual, (residual, norm), (made.values, squares))
+        values, tokens = x.values, len(x.values)
+        tiles = self._tiles(weight, tokens)
+        squares = torch.empty(cdiv(weight.outputs, tiles.rows), tokens, dtype=torch.float32, device=values.device)
+        made = Scaled(_output(values, weight), _output(values, weight), squares)
+        self._launch(values, weight, tiles, None, made.residual, (residual, norm), (made.values, squares))
         return made
 
     def _norm(self, x: Scaled) -> torch.Tensor:
