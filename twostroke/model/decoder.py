@@ -135,7 +135,7 @@ class Decoder:
     def free(self) -> None:
         empty = type(self)(self.config, self.dtype, torch.device("meta"))
         self.embedding, self.blocks = empty.embedding, empty.blocks
-        self.final_norm, self.head, self._thin = empty.final_norm, empty.head, None
+        self.final_norm, self.head, self._thin = empty.final_norm, empty.head, []
 
     def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
         """Return logits [S, vocab_size] in `dtype`, at `step.sample_index` (every token if that is None).
