@@ -50,12 +50,6 @@ CHOICES = {
     ],
 }  # fmt: skip
 HEAD_CHOICES = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 6), (128, 256, 64, 8, 4), (256, 128, 64, 8, 4)]
-CHANGES = {
-    "as they are": {},
-    "weights not asked for ahead": {"ahead": False},
-    "loads by threads": {"described": False},
-    "loads by threads, weights not asked for ahead": {"described": False, "ahead": False},
-}
 
 
 def bf16(*shape, scale=1.0):
@@ -180,10 +174,6 @@ def sweep(layers, tokens):
             times[tiles] = microseconds(f"{name} {choice}", work, count)
         best[name] = min(times, key=times.get)
         lean[name] = min((tiles for tiles in times if shared_bytes(name, tiles) <= HALF), key=times.get)
-        for label, change in list(CHANGES.items())[1:]:
-            tiles = best[name]._replace(**change)
-            work = layers.alone(linears_of({name: tiles}), name)
-            times[tiles] = microseconds(f"{name} {label}", work, count)
         blas = microseconds("cuBLAS", layers.alone_by_cublas(name), count)
         print(f"{tokens} lanes, {name}: cuBLAS {blas:.2f}; best {times[best[name]]:.2f} {tuple(map(int, best[name]))}")
         print("   ", "; ".join(f"{time:.2f} {'x'.join(map(str, map(int, tiles)))}" for tiles, time in times.items()))
@@ -194,9 +184,8 @@ def sweep(layers, tokens):
 def compare(layers, tokens, best, lean):
     count = len(layers.weights["o"])
     layers.inputs(tokens)
-    linears = {"engine": MediumLinears(torch.device("cuda"), EPS), "best that leave half": linears_of(lean)}
-    for label, change in CHANGES.items():
-        linears[f"best {label}"] = linears_of({name: tiles._replace(**change) for name, tiles in best.items()})
+    linears = {"engine": MediumLinears(torch.device("cuda"), EPS), "best": linears_of(best)}
+    linears["best that leave half"] = linears_of(lean)
     times = {"cuBLAS": microseconds("cuBLAS", layers.cublas, count)}
     times |= {label: microseconds(label, layers.chain(made), count) for label, made in linears.items()}
     print(f"{tokens} lanes, us a layer:", ", ".join(f"{label} {time:.1f}" for label, time in times.items()))

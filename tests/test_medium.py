@@ -74,12 +74,11 @@ def compared(got, wanted):
 
 
 @on_cpu
-@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "inner"), [(5, 32, 48), (33, 40, 72)])
-def test_products(tokens, hidden, inner, described):
+def test_products(tokens, hidden, inner):
     """Sizes that do not divide into tiles, too."""
     torch.manual_seed(0)
-    tiles = MediumTiles(16, 16, 32, warps=4, stages=2, described=described)
+    tiles = MediumTiles(16, 16, 32, warps=4, stages=2)
     products = Products(MediumLinears(torch.device("cpu"), EPS, lambda *_: tiles), tokens, hidden, inner, torch.randn)
     for got, wanted in compared(products.run(), products.wanted()):
         torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-4)
@@ -118,13 +117,12 @@ from triton.compiler import ASTSource, compile
 from twostroke.kernels.medium_linear import medium_linear_kernel
 
 names = medium_linear_kernel.arg_names
-for epilogue, described in ((0, True), (1, True), (2, True), (2, False)):
+for epilogue in range(3):
     halves = 2 if epilogue == 2 else 1
     sizes = dict(EPILOGUE=epilogue, INPUTS=1024, OUTPUTS=3072, PARTS=0 if epilogue == 1 else 16, PARTS_PAD=16,
-                 BIAS=epilogue == 0, TOKENS=64, ROWS=64, SLICE=64, DESCRIBED=described, AHEAD=True, PDL=True)
+                 BIAS=epilogue == 0, TOKENS=64, ROWS=64, SLICE=64, PDL=True)
     kinds = {"num_tokens": "i32", "eps": "fp32"} | dict.fromkeys(("squares_ptr", "out_squares_ptr"), "*fp32")
-    if described:
-        kinds |= {"x": "tensordesc<bf16[64, 64]>", "weight": f"tensordesc<bf16[{halves}, 64, 64]>"}
+    kinds |= {"x": "tensordesc<bf16[64, 64]>", "weight": f"tensordesc<bf16[{halves}, 64, 64]>"}
     signature = {name: "constexpr" if name in sizes else kinds.get(name, "*bf16") for name in names}
     constants = {(names.index(name),): value for name, value in sizes.items()}
     pointers = [name for name in names if signature[name].startswith("*")]

@@ -41,8 +41,6 @@ class MediumTiles(NamedTuple):
         tokens, rows, inputs: of a tile, powers of two; a gated tile has as many rows of each half.
         warps: per program.
         stages: tiles in flight.
-        described: tiles are read by the tensor memory accelerator (compute capability 9.0 and later).
-        ahead: programs ask for their weights before they wait for their input.
     """
 
     tokens: int
@@ -50,8 +48,6 @@ class MediumTiles(NamedTuple):
     inputs: int
     warps: int
     stages: int
-    described: bool = True
-    ahead: bool = True
 
 
 @triton.jit
@@ -100,22 +96,19 @@ def medium_linear_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     SLICE: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per tile of tokens and outputs. Programs that share a tile of weights run next to each other.
 
-    `x` and `weight` are pointers, or descriptors of [T, INPUTS] and [halves, OUTPUTS, INPUTS]; PARTS 0: no scale.
+    `x` and `weight` are descriptors of [T, INPUTS] and [halves, OUTPUTS, INPUTS]; PARTS 0: no scale.
     """
     HALVES: tl.constexpr = 2 if EPILOGUE == _SILU else 1
     first_token = tl.program_id(0) * TOKENS
     first_row = tl.program_id(1) * ROWS
     token = first_token + tl.arange(0, TOKENS)
     row = first_row + tl.arange(0, ROWS)
-    if AHEAD:
-        _ask_ahead(weight_ptr, first_row, ROWS, OUTPUTS, INPUTS, HALVES)
     if PDL:
+        _ask_ahead(weight_ptr, first_row, ROWS, OUTPUTS, INPUTS, HALVES)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -131,21 +124,10 @@ def medium_linear_kernel(
         residual = tl.load(residual_ptr + out_places, out_inside, 0.0)
         norm = tl.load(norm_ptr + row, row_inside, 0.0)
 
-    half_row = tl.arange(0, HALVES * ROWS)
-    weight_row = half_row // ROWS * OUTPUTS + first_row + half_row % ROWS
-    weight_inside = (first_row + half_row % ROWS < OUTPUTS)[:, None]
     total = tl.zeros([TOKENS, HALVES * ROWS], tl.float32)
     for begin in range(0, INPUTS, SLICE):
-        if DESCRIBED:
-            x_tile = x.load([first_token, begin])
-            weight_tile = weight.load([0, first_row, begin]).reshape(HALVES * ROWS, SLICE)
-        else:
-            column = begin + tl.arange(0, SLICE)
-            inside = (column < INPUTS)[None, :]
-            x_tile = tl.load(x + token[:, None] * INPUTS + column[None, :], token_inside[:, None] & inside, 0.0)
-            weight_tile = tl.load(
-                weight + weight_row.to(tl.int64)[:, None] * INPUTS + column[None, :], weight_inside & inside, 0.0
-            )
+        x_tile = x.load([first_token, begin])
+        weight_tile = weight.load([0, first_row, begin]).reshape(HALVES * ROWS, SLICE)
         total = tl.dot(x_tile, weight_tile.T, total, input_precision="ieee")
 
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -196,16 +178,15 @@ class MediumWeight(NamedTuple):
 
 
 def medium_tiles(weight: MediumWeight, tokens: int) -> MediumTiles:
-    """Return the tiles of a product with so many tokens, untuned: see bench/medium_linear.py.
-
-    As few bytes as may be go from the L2 cache to multiprocessors: a tile reads (tokens + rows) * K numbers, so tiles
-    are as square as a device full of them allows.
+    """Return the tiles of a product with so many tokens, measured with the shapes of a model of 0.6 billion parameters:
+    see bench/medium_linear.py.
     """
+    many = tokens > 128
     if weight.epilogue == Epilogue.SILU:
-        return MediumTiles(128, 64 if tokens > 128 else 32, 64, warps=8, stages=3)
+        return MediumTiles(128, 32, 64, warps=4, stages=4) if many else MediumTiles(128, 32, 128, warps=8, stages=4)
     if weight.outputs < 2048:
-        return MediumTiles(64, 64 if tokens > 128 else 32, 128, warps=4, stages=4)
-    return MediumTiles(128, 128 if tokens > 128 else 64, 64, warps=8, stages=4)
+        return MediumTiles(64, 32, 256, warps=4, stages=4)
+    return MediumTiles(64, 128, 64, warps=4, stages=4) if many else MediumTiles(64, 64, 128, warps=4, stages=6)
 
 
 class MediumLinears:
@@ -291,19 +272,15 @@ class MediumLinears:
     ) -> None:
         """Queue a product; `added` are residual and norm, `left` what the next norm needs, if the epilogue has them."""
         tokens, inputs, outputs, parts = *x.shape, weight.outputs, 0 if squares is None else len(squares)
-        x_from: torch.Tensor | TensorDescriptor = x
-        weight_from: torch.Tensor | TensorDescriptor = weight.weight
-        if tiles.described:
-            halves = weight.weight.view(weight.halves, outputs, inputs)
-            x_from = TensorDescriptor.from_tensor(x, [tiles.tokens, tiles.inputs])
-            weight_from = TensorDescriptor.from_tensor(halves, [weight.halves, tiles.rows, tiles.inputs])
+        halves = weight.weight.view(weight.halves, outputs, inputs)
+        x_tiles = TensorDescriptor.from_tensor(x, [tiles.tokens, tiles.inputs])
+        weight_tiles = TensorDescriptor.from_tensor(halves, [weight.halves, tiles.rows, tiles.inputs])
         medium_linear_kernel[(cdiv(tokens, tiles.tokens), cdiv(outputs, tiles.rows))](
-            x_from, weight_from, weight.weight, out if squares is None else squares,
+            x_tiles, weight_tiles, weight.weight, out if squares is None else squares,
             out if weight.bias is None else weight.bias, added[0], added[1], out, left[0], left[1], tokens, self._eps,
             EPILOGUE=int(weight.epilogue), INPUTS=inputs, OUTPUTS=outputs, PARTS=parts,
             PARTS_PAD=next_power_of_2(max(1, parts)), BIAS=weight.bias is not None,
-            TOKENS=tiles.tokens, ROWS=tiles.rows, SLICE=tiles.inputs, DESCRIBED=tiles.described,
-            AHEAD=tiles.ahead and self._early, PDL=self._early,
+            TOKENS=tiles.tokens, ROWS=tiles.rows, SLICE=tiles.inputs, PDL=self._early,
             num_warps=tiles.warps, num_stages=tiles.stages, **({"launch_pdl": True} if self._early else {}),
         )  # fmt: skip
 
