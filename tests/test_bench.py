@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from twostroke import Engine, InvalidConfig, SamplingParams, TwostrokeError
 from twostroke.bench import admission, cpu_demo, registry
 from twostroke.bench.measure import measure
 from twostroke.bench.options import BenchOptions
-from twostroke.bench.result import Result, Run, compared
+from twostroke.bench.result import Result, Run, compared, current_commit
 from twostroke.cli.main import app
 
 
@@ -105,6 +106,22 @@ def test_the_commit_can_be_named_where_there_is_no_checkout(tmp_path: Path, monk
         monkeypatch.setattr("twostroke.bench.result.current_commit", lambda found=found: found)
         CliRunner().invoke(app, ["bench", "stub", "--json", str(path), "--commit", "abc123"])
         assert json.loads(path.read_text())["commit"] == expected
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_checkout_that_ignores_the_package_does_not_name_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool
+) -> None:
+    package = tmp_path / "copy" / "twostroke" / "bench"
+    package.mkdir(parents=True)
+    (package / "result.py").touch()
+    (tmp_path / ".gitignore").write_text("copy\n" if ignored else "\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr("twostroke.bench.result.__file__", str(package / "result.py"))
+    commit = current_commit()
+    assert commit is None if ignored else re.fullmatch(r"[0-9a-f]{40}", commit or "")
 
 
 @pytest.mark.usefixtures("stub_benchmark")
