@@ -43,7 +43,7 @@ def test_preempted_requests_come_back_or_are_computed_again(loop: str) -> None:
     for run in runs:
         hits = run.extra["host_hit_tokens"]
         assert hits == 16 * run.extra["returned_blocks"]
-        assert (hits >= 100) == (run.case == "offload")
+        assert hits >= 3 * 48 if run.case == "offload" else not hits, "not all came back"
         assert run.tokens == 1200
         assert 0 < run.extra["preempting_s"] < run.seconds
         assert run.extra["preempting_s"] + run.extra["rest_s"] == pytest.approx(run.seconds)

@@ -66,6 +66,30 @@ def test_the_chains_end_is_overwritten_first(depth):
 
 
 @every_depth
+@pytest.mark.parametrize("leaves", ["returns", "cancelled"])
+def test_who_was_preempted_has_its_slots_until_it_returns_or_ends(depth, leaves):
+    """Those that took its place end, and are evicted for it in turn: they are saved over nothing that is awaited."""
+    policy = make_policy("priority", None)
+    shop = Workshop(depth=depth, host_slots=24, block_size=4, usable_blocks=26, max_rows=2, policy=policy)
+    low = [shop.submit([n] * 41, 10, ignore_eos=True) for n in (1, 2)]
+    turn_until(shop, lambda: all(shop.known_outputs(sample) for sample in low))
+    shop.submit([3] * 41, 10, priority=1, ignore_eos=True)
+    shop.submit([4] * 41, 10, priority=1, ignore_eos=True)
+    turn_until(shop, lambda: stats(shop).preemptions == 2)
+    if leaves == "cancelled":
+        for sample in low:
+            shop.cancel(sample)
+    finish(shop)
+    assert stats(shop).returned_blocks >= 20 or leaves == "cancelled"
+    shop.submit([5] * 101, 1)
+    shop.submit([6] * 101, 1)
+    finish(shop)
+    shop.submit([5] * 97, 1)
+    finish(shop)
+    assert shop.samples[-1].cached_tokens == 96, "nobody is awaited any more"
+
+
+@every_depth
 def test_others_run_while_blocks_are_on_their_way(depth):
     """The sample that comes back sits steps out, and no step waits for its copy."""
     shop = Workshop(depth=depth, lag=6, host_slots=40, block_size=4, usable_blocks=20)

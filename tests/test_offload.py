@@ -48,7 +48,7 @@ def settled(engine):
     """Wait until nothing runs; no block of the device, and no slot of the host, is lost."""
     quiet(engine)
     tier = engine._parts.scheduler.pool.tier
-    used, free = tier.slots()
+    used, free = tier.slots.all()
     assert sorted([*used, *free]) == list(range(tier.num_slots))
     return engine.stats()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from ..plan import NO_COPIES
 from .copy_costs import CopyCosts
+from .host_slots import HostSlots
 from .prefix_cache import PrefixCache
 
 NO_TRANSFER = -1
@@ -48,7 +48,8 @@ class HostTier:
     and a transfer with loads waits for the steps launched before. A row whose blocks are on their way sits steps out as
     long as there is anything else to run, so the wait is seldom one. The host never waits.
 
-    Of full slots the one used last longest ago is overwritten; a chain is saved from its end to its beginning, so no
+    Of full slots the one used last longest ago is overwritten, but not what preempted samples await: who took their
+    place is evicted for them in turn, and would push it out. A chain is saved from its end to its beginning, so no
     block goes before those that follow it.
 
     Args:
@@ -59,16 +60,16 @@ class HostTier:
 
     Attributes:
         offloaded, returned: blocks saved and loaded, since the start.
+        slots: what lies on the host; who was preempted keeps its blocks there.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, ahead: int, costs: CopyCosts, link: Link) -> None:
         self.num_slots = num_slots
         self.costs = costs
+        self.slots = HostSlots(num_slots)
         self.offloaded = self.returned = 0
         self._ahead = ahead
         self._link = link
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(num_slots - 1, -1, -1))
         self._touched = np.full(num_blocks, NO_TRANSFER, np.int64)
         self._loaded = np.full(num_blocks, NO_TRANSFER, np.int64)
         self._done = self._step = NO_TRANSFER
@@ -79,11 +80,7 @@ class HostTier:
     @property
     def used(self) -> int:
         """Slots that hold something."""
-        return len(self._slot_of)
-
-    def slots(self) -> tuple[list[int], list[int]]:
-        """The used slots, that which is overwritten next first, and the free ones."""
-        return list(self._slot_of.values()), list(self._free)
+        return len(self.slots)
 
     def begin(self, step: int) -> None:
         """Begin the plan of `step`."""
@@ -97,7 +94,7 @@ class HostTier:
 
     def has(self, digest: bytes) -> bool:
         """Whether the host has the block of that content."""
-        return digest in self._slot_of
+        return digest in self.slots
 
     def newest(self, blocks: np.ndarray) -> int:
         """The newest transfer in flight that touches one of `blocks`, int32 [n]: who writes to them waits for it."""
@@ -117,12 +114,12 @@ class HostTier:
     def fix(self, chain: Sequence[bytes]) -> None:
         """Keep what the host has of `chain` until the plan is made."""
         for digest in reversed(chain):
-            self._slot_of.move_to_end(digest)
-            self._fixed.add(self._slot_of[digest])
+            self.slots.touch(digest)
+            self._fixed.add(self.slots[digest])
 
     def load(self, chain: Sequence[bytes], blocks: np.ndarray) -> None:
         """Bring back `chain`, which is fixed, to `blocks`, int32 [n]."""
-        self._loads += [(self._slot_of[digest], block) for digest, block in zip(chain, blocks.tolist(), strict=True)]
+        self._loads += [(self.slots[digest], block) for digest, block in zip(chain, blocks.tolist(), strict=True)]
         self._touched[blocks] = self._loaded[blocks] = self._step
         self.returned += len(chain)
 
@@ -131,7 +128,7 @@ class HostTier:
 
         If it is but tried, those evicted last are saved: what comes before them in their chain is still known.
         """
-        lost = [(digest, block) for digest, block in evicted if digest not in self._slot_of]
+        lost = [(digest, block) for digest, block in evicted if digest not in self.slots]
         if lost:
             for digest, block in lost[len(lost) - self.costs.worthwhile(len(lost), 2) :]:
                 self._save(digest, block)
@@ -143,21 +140,16 @@ class HostTier:
             return
         wanted = min(missing, self.costs.copies_per_step)
         for digest, block in cache.make_ready(self.costs.worthwhile(wanted, 2)):
-            if digest in self._slot_of:
-                self._slot_of.move_to_end(digest)
+            if digest in self.slots:
+                self.slots.touch(digest)
             else:
                 self._save(digest, block)
 
     def _save(self, digest: bytes, block: int) -> None:
-        """Save a block, unless all slots are in use by this very plan."""
-        if self._free:
-            slot = self._free.pop()
-        else:
-            oldest, slot = next(iter(self._slot_of.items()))
-            if slot in self._fixed:
-                return
-            del self._slot_of[oldest]
-        self._slot_of[digest] = slot
+        """Save a block, unless all slots are awaited, or in use by this very plan."""
+        slot = self.slots.add(digest, self._fixed)
+        if slot is None:
+            return
         self._fixed.add(slot)
         self._saves.append((block, slot))
         self._touched[block] = self._step
@@ -172,8 +164,7 @@ class HostTier:
 
     def forget(self) -> None:
         """Forget what the host has; transfers in flight end as they are."""
-        self._free += self._slot_of.values()
-        self._slot_of.clear()
+        self.slots.clear()
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> np.ndarray:

@@ -77,6 +77,8 @@ class Admission:
     def join(self, sample: Sample, fit: Fit, draft: Draft) -> int:
         """Give `sample` a row that begins at its start, and is promised the blocks of its own; return the row."""
         start, row = fit.start, self._batch.join(sample, fit.own)
+        if self._tier is not None:
+            self._tier.slots.let_go(sample)
         self._batch.prefixes.begin(row, sample, start)
         draft.add_join(row, sample, start.positions, int(self._rows.ledger[row]))
         self._share(row, start, draft)

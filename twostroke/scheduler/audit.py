@@ -74,7 +74,7 @@ class Audit:
     def _check_host(self) -> None:
         """Every host slot is free, or holds one block."""
         if (tier := self._scheduler.pool.tier) is not None:
-            used, free = tier.slots()
+            used, free = tier.slots.all()
             assert sorted([*used, *free]) == list(range(tier.num_slots)), "a host slot is lost, or used twice"
 
     def _check_cache(self, users: np.ndarray) -> None:

@@ -76,6 +76,8 @@ class Batch:
         # Steps that are queued still use these blocks, but on the compute stream, before whoever gets them next.
         for run in self._withdraw(row):
             self.pool.give(*run)
+        if self.pool.tier is not None:
+            self.pool.tier.slots.keep(sample, sample.chain)
         self.rows.suspend(row)
         self.draining[row] = None
         return sample
@@ -99,6 +101,8 @@ class Batch:
         """The sample has ended: what it had waits to be returned. `bad` as in `Prefixes.publish`."""
         self.streaming.discard(sample)
         self.held.forget(sample)
+        if self.pool.tier is not None:
+            self.pool.tier.slots.let_go(sample)
         if (row := self.row_of.pop(sample, None)) is None:
             return
         runs = self._withdraw(row, bad)
