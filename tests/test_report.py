@@ -145,6 +145,13 @@ def test_a_run_of_both_implementations_is_another_benchmark(tmp_path: Path) -> N
     assert both.write(tmp_path).name == "article-both-implementations-gpu-x-2026-01-03.json"
 
 
+def test_a_run_of_the_deterministic_mode_is_another_benchmark(tmp_path: Path) -> None:
+    plain = result(run(2.5, "async", case="auto"))
+    mode = result(run(2.5, "async", case="auto"), run(3.0, "async", case="deterministic"), date="2026-01-03")
+    assert newest([mode, plain]) == [plain, mode]
+    assert mode.write(tmp_path).name == "article-deterministic-mode-gpu-x-2026-01-03.json"
+
+
 def test_the_page_changes_between_its_marks_only(tmp_path: Path) -> None:
     result(*PUBLISHED).write(tmp_path / "article.json")
     (tmp_path / "other.json").write_text(json.dumps({"benchmark": "something else"}))

@@ -128,8 +128,9 @@ class Result:
         """The benchmark, and what makes another one of it."""
         every = self.workload.get("update_every")
         both = ["both implementations"] if self.workload.get("impl") == "both" else []
+        mode = ["deterministic mode"] if any(run.case == "deterministic" for run in self.runs) else []
         updates = [] if every is None else [f"new weights every {every} steps"]
-        return ", ".join([self.benchmark, *both, *updates])
+        return ", ".join([self.benchmark, *both, *mode, *updates])
 
     def file_name(self) -> str:
         name, machine = (
