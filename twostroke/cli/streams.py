@@ -30,4 +30,4 @@ def tell(line: str) -> None:
 
 
 def _null(mode: str) -> TextIO:
-    return cast(TextIO, open(os.devnull, mode))  # noqa: SIM115: open as long as the process runs
+    return cast(TextIO, open(os.devnull, mode))  # open as long as the process runs
