@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from twostroke import Engine, SamplingParams
 from twostroke.cli.conversation import Conversation
 from twostroke.cli.main import app
+from twostroke.cli.speakers import _as_json
 
 SAMPLING = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -59,6 +60,11 @@ def test_a_server(server, expected):
         assert result.stdout == "".join(f"{answer}\n" for answer in expected)
     choice = chat("Hello!\n", "--url", server.url, "--choice", "yes", "--choice", "no")
     assert choice.stdout in ("yes\n", "no\n")
+
+
+def test_a_server_is_told_how_long_an_answer_may_be():
+    """Though it is the usual length: a server's own bound for a chat is the context."""
+    assert _as_json(SamplingParams()) == {"max_tokens": SamplingParams().max_tokens}
 
 
 def test_what_fails_is_said_and_the_rest_goes_on(server, engine_flags, expected):

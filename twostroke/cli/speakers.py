@@ -56,7 +56,7 @@ class ServerSpeaker:
         url: where it is, with or without the `/v1`.
         key: of the API; None where none is needed.
         model: what the server calls it; None is the first that it has.
-        params: those that are not at their defaults are sent.
+        params: `max_tokens`, and those that are not at their defaults, are sent.
     """
 
     def __init__(self, url: str, key: str | None, model: str | None, params: SamplingParams) -> None:
@@ -108,10 +108,10 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def _as_json(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not at their defaults."""
+    """The parameters that are not at their defaults; and `max_tokens`, for which a server has a default of its own."""
     usual = SamplingParams()
     given = {f.name: getattr(params, f.name) for f in fields(params)}
-    given = {name: value for name, value in given.items() if value != getattr(usual, name)}
+    given = {name: value for name, value in given.items() if value != getattr(usual, name) or name == "max_tokens"}
     if params.structured is not None:
         given["structured"] = {name: value for name, value in asdict(params.structured).items() if value}
     return given
