@@ -4,13 +4,15 @@ usage: PYTHONPATH=. python bench/medium_linear.py [layers]      (on a GPU of com
 
 Prints, for the shape of Qwen3-0.6B: errors against float64 and runs that differ; a sweep over tiles for each product
 alone; times of a layer's four products with norms, residual and activation, with the tiles that the engine uses, with
-the best of the sweep, and with all of these changed in one respect. A choice that fails prints why, and is left out.
+the best of the sweep, and with the best that leave half the shared memory. A choice that fails prints why, and is left
+out.
 """
 
 import sys
 import time
 
 import torch
+from plain_layers import PlainLayers, bf16, error, makers
 from torch.nn import functional as F  # noqa: N812
 
 import twostroke.kernels.medium_linear as medium_linear
@@ -18,7 +20,7 @@ from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
-from twostroke.kernels.ops import add_rms_norm, rms_norm, silu_mul
+from twostroke.kernels.ops import rms_norm
 from twostroke.kernels.thin_linear import Scaled
 
 H, Q, INNER, QKV, V, EPS = 1024, 2048, 3072, 4096, 151936, 1e-6
@@ -52,31 +54,22 @@ CHOICES = {
 HEAD_CHOICES = [(128, 128, 64, 8, 3), (128, 128, 64, 8, 6), (128, 256, 64, 8, 4), (256, 128, 64, 8, 4)]
 
 
-def bf16(*shape, scale=1.0):
-    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16)
-
-
 def linears_of(tiles):
     """Linears whose products have the tiles of a mapping from their names."""
     return MediumLinears(torch.device("cuda"), EPS, lambda weight, _: tiles[NAMES[tuple(weight.weight.shape)]])
 
 
-class Layers:
+class Layers(PlainLayers):
     """Random layers, and what runs them."""
 
-    def __init__(self, count):
-        self.weights = {name: [bf16(*shape, scale=0.02) for _ in range(count)] for name, shape in SHAPES.items()}
-        self.norm = bf16(H)
-
     def inputs(self, tokens):
-        self.h, self.seen, self.wide = bf16(tokens, H), bf16(tokens, Q), bf16(tokens, INNER)
-        self.values = (self.h.float() * self.norm.float()).to(torch.bfloat16)
-        self.squares = self.h.float().square().reshape(tokens, 16, -1).sum(2).T.contiguous()
-        self.x = Scaled(self.h, self.values, self.squares)
+        super().inputs(tokens)
+        squares = self.h.float().square().reshape(tokens, 16, -1).sum(2).T.contiguous()
+        self.x = Scaled(self.h, self.scaled_input(), squares)
 
     def made(self, linears, name):
-        makers = {"o": linears.adding, "down": linears.adding, "gate_up": linears.gating, "qkv": linears.scaling}
-        return [makers[name](weight) for weight in self.weights[name]]
+        make = makers(linears)
+        return [make[name](weight) for weight in self.weights[name]]
 
     def chain(self, linears):
         made = [self.made(linears, name) for name in SHAPES]
@@ -91,26 +84,6 @@ class Layers:
 
         return run
 
-    def cublas(self):
-        r, out = self.h, None
-        for o, gate_up, down, qkv in zip(*self.weights.values(), strict=True):
-            n, r = add_rms_norm(F.linear(self.seen, o), r, self.norm, EPS)
-            n, r = add_rms_norm(F.linear(silu_mul(F.linear(n, gate_up)), down), r, self.norm, EPS)
-            out = F.linear(n, qkv)
-        return r, out
-
-    def exact(self):
-        """The first layer, in double."""
-        o, gate_up, down, qkv = (weights[0].double() for weights in self.weights.values())
-
-        def normed(r):
-            return r * torch.rsqrt(r.square().mean(1, keepdim=True) + EPS) * self.norm.double()
-
-        r = self.h.double() + self.seen.double() @ o.T
-        gate, up = (normed(r) @ gate_up.T).split(INNER, 1)
-        r = r + (F.silu(gate) * up) @ down.T
-        return r, normed(r) @ qkv.T
-
     def alone(self, linears, name):
         made = self.made(linears, name)
         if name == "gate_up":
@@ -123,10 +96,6 @@ class Layers:
     def alone_by_cublas(self, name):
         x = {"o": self.seen, "gate_up": self.h, "down": self.wide, "qkv": self.h}[name]
         return lambda: [F.linear(x, weight) for weight in self.weights[name]]
-
-
-def error(got, want):
-    return float((got.double() - want).norm() / want.norm())
 
 
 def shown(failure):
@@ -143,7 +112,7 @@ def microseconds(what, work, count):
 
 
 def check(what, linears, tokens):
-    layers = Layers(1)
+    layers = Layers(SHAPES, EPS, 1)
     layers.inputs(tokens)
     run = layers.chain(linears)
     try:
@@ -217,7 +186,7 @@ def compare_heads(layers):
 def main(count=28):
     start = time.perf_counter()
     torch.manual_seed(0)
-    layers = Layers(count)
+    layers = Layers(SHAPES, EPS, count)
     engine = MediumLinears(torch.device("cuda"), EPS)
     for tokens in (65, *LANES):
         check("engine", engine, tokens)

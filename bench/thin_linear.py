@@ -6,12 +6,12 @@ usage: PYTHONPATH=. python bench/thin_linear.py [layers]      (on a GPU of compu
 import sys
 
 import torch
+from plain_layers import PlainLayers, bf16, error, makers
 from torch.nn import functional as F  # noqa: N812
 
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.kernels.announced import Written
-from twostroke.kernels.ops import add_rms_norm, silu_mul
 from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
 H, INNER, QKV, V, EPS = 4096, 14336, 6144, 128256, 1e-5
@@ -19,11 +19,7 @@ SHAPES = {"o": (H, H), "gate_up": (2 * INNER, H), "down": (H, INNER), "qkv": (QK
 TOKENS = 32
 
 
-def bf16(*shape, scale=1.0):
-    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16)
-
-
-class Layers:
+class Layers(PlainLayers):
     """Random layers, and what runs them.
 
     Args:
@@ -31,15 +27,13 @@ class Layers:
     """
 
     def __init__(self, count, tokens=TOKENS, *, told=False):
-        self.linears = linears = ThinLinears(torch.device("cuda"), EPS)
+        super().__init__(SHAPES, EPS, count)
+        self.linears = ThinLinears(torch.device("cuda"), EPS)
         self.told = told
-        self.plain = {name: [bf16(*shape, scale=0.02) for _ in range(count)] for name, shape in SHAPES.items()}
-        makers = {"o": linears.adding, "down": linears.adding, "gate_up": linears.gating, "qkv": linears.scaling}
-        self.thin = {name: [makers[name](w) for w in ws] for name, ws in self.plain.items()}
-        self.h, self.norm = bf16(tokens, H), bf16(H)
-        self.x = Scaled(self.h, (self.h.float() * self.norm.float()).to(torch.bfloat16),
-                        self.h.float().square().sum(1)[None].contiguous())  # fmt: skip
-        self.seen, self.wide = bf16(tokens, H), bf16(tokens, INNER)
+        make = makers(self.linears)
+        self.thin = {name: [make[name](weight) for weight in weights] for name, weights in self.weights.items()}
+        self.inputs(tokens)
+        self.x = Scaled(self.h, self.scaled_input(), self.h.float().square().sum(1)[None].contiguous())
 
     def chain(self):
         """Return all that each layer makes: eight tensors."""
@@ -54,26 +48,6 @@ class Layers:
             x = y
         return made
 
-    def cublas(self, count=None):
-        r, out = self.h, None
-        for o, gate_up, down, qkv in zip(*(weights[:count] for weights in self.plain.values()), strict=True):
-            n, r = add_rms_norm(F.linear(self.seen, o), r, self.norm, EPS)
-            n, r = add_rms_norm(F.linear(silu_mul(F.linear(n, gate_up)), down), r, self.norm, EPS)
-            out = F.linear(n, qkv)
-        return r, out
-
-    def exact(self):
-        """The first layer, in double."""
-        o, gate_up, down, qkv = (ws[0].double() for ws in self.plain.values())
-
-        def normed(r):
-            return r * torch.rsqrt(r.square().mean(1, keepdim=True) + EPS) * self.norm.double()
-
-        r = self.h.double() + self.seen.double() @ o.T
-        gate, up = (normed(r) @ gate_up.T).split(INNER, 1)
-        r = r + (F.silu(gate) * up) @ down.T
-        return r, normed(r) @ qkv.T
-
     def one(self, name, weight):
         if name == "gate_up":
             return self.linears.gated(self.x, weight)
@@ -83,10 +57,6 @@ class Layers:
 
     def all_of(self, name):
         return lambda: [self.one(name, weight) for weight in self.thin[name]]
-
-
-def error(got, want):
-    return float((got.double() - want).norm() / want.norm())
 
 
 def check():
@@ -115,7 +85,7 @@ def time_layers(tokens, count, bandwidth):
     us = 1e6 / count
     layers = Layers(count, tokens)
     print(tokens, "tokens:", {name: (ws[0].tile, ws[0].tiles, ws[0].clusters) for name, ws in layers.thin.items()})
-    floor = {name: 1e6 * w[0].nbytes / bandwidth for name, w in layers.plain.items()}
+    floor = {name: 1e6 * w[0].nbytes / bandwidth for name, w in layers.weights.items()}
     print(f"us per layer: floor {sum(floor.values()):.1f}", {name: f"{value:.1f}" for name, value in floor.items()})
     print(f"cuBLAS {us * graph_seconds(layers.cublas):.1f}", flush=True)
     alone = {name: f"{us * graph_seconds(layers.all_of(name)):.1f}" for name in SHAPES}
