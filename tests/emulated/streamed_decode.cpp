@@ -18,7 +18,8 @@ int run(const Attention& attention, int blocks, bool backwards) {
     for (int i = 0; i < blocks * WARPS; ++i) {
         int warp = backwards ? blocks * WARPS - 1 - i : i;
         blockIdx.x = warp / WARPS;
-        if (!Warp::run(warp % WARPS, [&] { streamed_decode<Shape<DIM, STAGES>>(attention); })) return 1;
+        auto kernel = attention.teams ? streamed_decode<Shape<DIM, STAGES>, TeamShares> : streamed_decode<Shape<DIM, STAGES>, DrawnShares>;
+        if (!Warp::run(warp % WARPS, [&] { kernel(attention); })) return 1;
     }
     return 0;
 }

@@ -12,6 +12,7 @@ from .decode_schedule import DecodeSchedule
 from .ops import Rotary
 from .paged_decode import DecodeTiles, DecodeWorkspace
 from .softmax_tile import LOG2_E
+from .team_schedule import TeamSchedule
 from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
 UNIT = 16
@@ -32,7 +33,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         ("keys", ctypes.c_char * MAP_BYTES),
         ("values", ctypes.c_char * MAP_BYTES),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "most_records")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "teams")),
         *((name, ctypes.c_int) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "zero")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
@@ -85,7 +86,7 @@ class StreamedDecode:
         values: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
-        schedule: DecodeSchedule,
+        schedule: DecodeSchedule | TeamSchedule,
         out: torch.Tensor,
         workspace: DecodeWorkspace,
         *,
@@ -93,11 +94,15 @@ class StreamedDecode:
         tiles: DecodeTiles,
         early: bool = False,
     ) -> None:
-        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`."""
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`.
+
+        With a schedule of teams, each share's warp is known before; else warps take shares as they are ready.
+        """
         kv_heads, block_size, head_dim = keys.shape[1:]
         given = zeroed(_Attention)
         given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
-        given.table_stride, given.most_records = table.stride(0), len(schedule.words) - 1
+        given.table_stride = table.stride(0)
+        given.teams = schedule.teams if isinstance(schedule, TeamSchedule) else 0
         (given.q_token, given.q_head, _), (given.k_token, given.k_head, _) = q.stride(), k.stride()
         given.v_token, given.v_head, _ = v.stride()
         given.scale = scale * LOG2_E
