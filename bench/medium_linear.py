@@ -1,13 +1,14 @@
 """Checks and times the products of decode steps of 65 to 256 lanes of a small model, beside cuBLAS, in CUDA graphs.
 
-usage: PYTHONPATH=. python bench/medium_linear.py [layers]      (on a GPU of compute capability 9.0)
+usage: PYTHONPATH=. python bench/medium_linear.py [--layers N] [--buckets]      (on a GPU of compute capability 9.0)
 
 Prints, for the shape of Qwen3-0.6B: errors against float64 and runs that differ; a sweep over tiles for each product
 alone; times of a layer's four products with norms, residual and activation, with the tiles that the engine uses, with
 the best of the sweep, and with the best that leave half the shared memory. A choice that fails prints why, and is left
-out.
+out. With --buckets, only a layer's time for each number of lanes that steps are padded to, thin products below 65.
 """
 
+import argparse
 import sys
 import time
 
@@ -18,10 +19,11 @@ from torch.nn import functional as F  # noqa: N812
 import twostroke.kernels.medium_linear as medium_linear
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
+from twostroke.device.buckets import Buckets
 from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
 from twostroke.kernels.ops import rms_norm
-from twostroke.kernels.thin_linear import Scaled
+from twostroke.kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears
 
 H, Q, INNER, QKV, V, EPS = 1024, 2048, 3072, 4096, 151936, 1e-6
 SHAPES = {"o": (H, Q), "gate_up": (2 * INNER, H), "down": (H, INNER), "qkv": (QKV, H)}
@@ -183,10 +185,26 @@ def compare_heads(layers):
         print(f"{tokens} lanes, head: cuBLAS with its norm {blas:.1f}; {'; '.join(times)}", flush=True)
 
 
-def main(count=28):
+def compare_buckets(layers):
+    count = len(layers.weights["o"])
+    thin, medium = (kind(torch.device("cuda"), EPS) for kind in (ThinLinears, MediumLinears))
+    for tokens in Buckets.padded(256).sizes:
+        layers.inputs(tokens)
+        blas = microseconds("cuBLAS", layers.cublas, count)
+        fused = microseconds("engine", layers.chain(thin if tokens <= MAX_TOKENS else medium), count)
+        print(f"{tokens} lanes, us a layer: cuBLAS {blas:.1f}, engine {fused:.1f}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--buckets", action="store_true")
+    options = parser.parse_args()
     start = time.perf_counter()
     torch.manual_seed(0)
-    layers = Layers(SHAPES, EPS, count)
+    layers = Layers(SHAPES, EPS, options.layers)
+    if options.buckets:
+        return compare_buckets(layers)
     engine = MediumLinears(torch.device("cuda"), EPS)
     for tokens in (65, *LANES):
         check("engine", engine, tokens)
@@ -209,4 +227,4 @@ def main(count=28):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
