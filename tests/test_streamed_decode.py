@@ -237,6 +237,20 @@ def test_shares_of_a_long_lane_are_added_up(launcher, where, group, in_teams):
 
 
 @emulated
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_a_share_of_many_blocks(launcher, block_size):
+    """More than the 64 whose numbers lie in registers, twice; one team, so nothing is cut."""
+    spec = LayerSpec(8, 8, 64, 64**-0.5)
+    options = {"chunks": [], "block_size": block_size, "dtype": torch.bfloat16}
+    case, num_blocks = make_case(spec, lengths=[130 * block_size + 5, 40], **options)
+    _, _, expected = plain(case, spec, num_blocks, block_size, None)
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, block_size, stages=3, extra=1, teams=team_count("cpu", 8))
+    out = run(None)
+    assert run.schedule.teams == 1
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@emulated
 @pytest.mark.parametrize("in_teams", [False, True])
 @pytest.mark.parametrize("stages", [3, 6])
 def test_who_takes_which_share_changes_nothing(launcher, emulation, stages, in_teams):

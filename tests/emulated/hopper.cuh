@@ -9,6 +9,11 @@ inline unsigned char* shared_memory;  // of the block; its beginning has the add
 
 inline uint32_t address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - shared_memory; }
 
+template <class T>
+T* kept(T* pointer) {
+    return pointer;
+}
+
 // A barrier: phases that have ended, and bytes that the present one waits for.
 struct Barrier {
     uint32_t ended;

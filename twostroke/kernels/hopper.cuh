@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same, but known at run time only: the compiler keeps it, where it would compute it anew at each use.
+template <class T>
+__device__ __forceinline__ T* kept(T* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
 // The same place in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t local, int rank) {
     uint32_t there;

@@ -127,8 +127,8 @@ template <class S>
 struct Reader {
     const Attention& a;
     Shared<S>& s;
-    int warp, thread, asked = 0, unit = 0, last = 0, head = 0;
-    int base, blocks, more, next_blocks, next_more;
+    int warp, thread, waited_for = 0, place = 0, left = 0, head = 0;
+    int block = 0, inside = 0, behind, blocks, more, next_blocks, next_more;  // the next unit is `inside` of `blocks[block]`
     const int* table;
     uint64_t policy = read_once_policy();
 
@@ -144,25 +144,29 @@ struct Reader {
         next_blocks = number(table_of(share), first, end), next_more = number(table_of(share), first + 32, end);
     }
     __device__ __forceinline__ void turn_to(const Share& share) {
-        unit = share.first_unit(), last = share.last_unit(), head = share.head, table = table_of(share);
-        base = unit / a.block_units, blocks = next_blocks, more = next_more;
+        int unit = share.first_unit(), last = share.last_unit();
+        head = share.head, left = last - unit, inside = unit % a.block_units, unit -= inside;
+        block = 0, behind = (last - unit + a.block_units - 1) / a.block_units - 64;
+        table = table_of(share) + unit / a.block_units + 64, blocks = next_blocks, more = next_more;
     }
-    __device__ bool has_more() const { return unit < last; }
+    __device__ bool has_more() const { return left > 0; }
+    __device__ bool has_room() const { return waited_for < S::STAGES; }
+    __device__ void give_back() { --waited_for; }
 
     // `after` is 0, and depends on whatever was read from the place that this unit will take.
     __device__ __forceinline__ void ask(int after) {
-        int index = unit / a.block_units;
-        if (index - base >= 32) base += 32, blocks = more, more = number(table, base + 32 + thread, last);
-        int block = __shfl_sync(~0u, blocks, index - base);
+        if (block == 32) block = 0, blocks = more, more = thread < behind ? table[thread] : 0, table += 32, behind -= 32;
+        int number = __shfl_sync(~0u, blocks, block);
         if (thread == 0) {
-            int place = asked % S::STAGES;
-            int line = ((block * a.kv_heads + head) * a.block_units + unit % a.block_units) * UNIT * S::LINES + after;
+            int line = ((number * a.kv_heads + head) * a.block_units + inside) * UNIT * S::LINES + after;
             uint64_t* full = &s.full[warp][place];
             expect(full, 2 * S::UNIT_BYTES);
             load_once(s.keys[warp][place], &a.keys, 0, line, full, policy);
             load_once(s.values[warp][place], &a.values, 0, line, full, policy);
         }
-        ++asked, ++unit;
+        if (++place == S::STAGES) place = 0;
+        if (++inside == a.block_units) inside = 0, ++block;
+        ++waited_for, --left;
     }
 };
 
@@ -290,7 +294,7 @@ __device__ __forceinline__ void end(const Attention& a, const Share& share, int 
 template <class S, class Shares>
 __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attention a) {
     extern __shared__ uint8_t raw[];
-    Shared<S>& s = *reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024);
+    Shared<S>& s = *kept(reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024));
     int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     if (thread == 0) {
         for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[warp][i], 1);
@@ -300,12 +304,13 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
     Places<S::DIM> places(thread);
     Shares shares(a, blockIdx.x * WARPS + warp, gridDim.x * WARPS);
     Place place = shares.first();
-    int word = Share::load(a, place, thread), taken = 0;
+    int word = Share::load(a, place, thread), stage = 0;
+    uint32_t parity = 0;
     Share share(place, word);
     Reader<S> reader(a, s, warp, thread);
     if (share.exists()) {
         reader.look_up(share), reader.turn_to(share);
-        while (reader.has_more() && reader.asked < S::STAGES) reader.ask(0);
+        while (reader.has_more() && reader.has_room()) reader.ask(0);
     }
     wait_for_input();
     let_next_start();
@@ -318,20 +323,20 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
         begin(a, share, q, softmax, thread);
         int unit = share.first_unit(), end_unit = share.last_unit();
         auto take_one = [&] {
-            int stage = taken % S::STAGES;
-            wait_for(&s.full[warp][stage], taken / S::STAGES & 1);
+            wait_for(&s.full[warp][stage], parity);
             __syncwarp();
             int low = share.begin - unit * UNIT, high = share.end - unit * UNIT;
             softmax.take(q, a.scale, s.keys[warp][stage], s.values[warp][stage], places, low, high, thread);
             __syncwarp();
-            ++taken, ++unit;
+            if (++stage == S::STAGES) stage = 0, parity ^= 1;
+            reader.give_back(), ++unit;
         };
         if (unit < end_unit) take_one();
         Share next(place, word);
         bool turned = !next.exists();
         if (!turned) reader.look_up(next);
         auto read_on = [&](int after) {
-            while (reader.asked - taken < S::STAGES) {
+            while (reader.has_room()) {
                 if (!reader.has_more()) {
                     if (turned) break;
                     reader.turn_to(next), turned = true;
