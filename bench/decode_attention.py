@@ -2,11 +2,9 @@
 
 Against the three launches that one kernel replaced, alone and between a layer's q/k/v and output products, with and
 without programmatic dependent launch; then a sweep over tiles and shares. A measurement that fails is kept as its
-error. Microseconds are per layer; shares are those of the read ceiling, read first. With --variants, only the kernels
-that models run and their variants, each started early.
+error. Microseconds are per layer; shares are those of the read ceiling, read first.
 
-usage: PYTHONPATH=. python bench/decode_attention.py [--json FILE] [--no-sweep | --variants]
-(on a GPU; about a minute)
+usage: PYTHONPATH=. python bench/decode_attention.py [--json FILE] [--no-sweep]      (on a GPU; some minutes)
 """
 
 import argparse
@@ -31,8 +29,7 @@ from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.ops import Rotary
 from twostroke.kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs, is_crowded
 from twostroke.kernels.rotary_write import rotate_and_write
-from twostroke.kernels.streamed_decode import StreamedDecode, streamed_tiles
-from twostroke.kernels.team_schedule import TeamSchedule, make_team_schedule
+from twostroke.kernels.streamed_decode import TILES, StreamedDecode
 
 BLOCK, LAYERS = 16, 6
 
@@ -53,22 +50,21 @@ def lengths_of_small(outputs):
     return [len(prompt) + outputs for prompt, wanted in rows if wanted > outputs]
 
 
+SMALL_CASES = {f"small, {outputs} out": lengths_of_small(outputs) for outputs in (100, 450, 600, 700, 850)}
 SHAPES = [Shape("8b", 32, 8, 128, 4096, norms=False), Shape("0.6b", 16, 8, 128, 1024, norms=True)]
 CASES = {
     "32 x 448": [448] * 32,
     "32 x 4224": [4224] * 32,
     "32 x 8192": [8192] * 32,
     "256 x 100..2000": torch.randint(100, 2001, (256,), generator=torch.Generator().manual_seed(0)).tolist(),
+    "128 x 200..1600": torch.randint(200, 1601, (128,), generator=torch.Generator().manual_seed(2)).tolist(),
     "1024 x 222": [222] * 1024,
     "1024 x 100..350": torch.randint(100, 351, (1024,), generator=torch.Generator().manual_seed(1)).tolist(),
     "8 x 16384": [16_384] * 8,
     "31 x 200, 1 x 32768": [200] * 31 + [32_768],
+    **SMALL_CASES,
 }
-VARIANT_CASES = {name: CASES[name] for name in ("32 x 448", "32 x 4224", "256 x 100..2000", "1024 x 222")} | {
-    "128 x 200..1600": torch.randint(200, 1601, (128,), generator=torch.Generator().manual_seed(2)).tolist(),
-    **{f"small, {outputs} out": lengths_of_small(outputs) for outputs in (100, 450, 600, 700, 850)},
-}
-PRODUCT_CASES = ["32 x 448", "32 x 4224", "256 x 100..2000", "1024 x 222"]
+PRODUCT_CASES = ["32 x 448", "32 x 4224", "256 x 100..2000", "128 x 200..1600", "1024 x 222", *SMALL_CASES]
 SWEEP_CASES = ["32 x 448", "32 x 4224", "256 x 100..2000", "1024 x 222", "8 x 16384", "31 x 200, 1 x 32768"]
 KERNELS = [(64, 4, 3), (64, 4, 5), (64, 4, 7), (64, 8, 5), (64, 2, 5), (32, 4, 5), (32, 4, 7), (128, 8, 5)]
 """Positions of a tile, warps, stages."""
@@ -93,9 +89,9 @@ class Problem:
     def set_case(self, lengths):
         shape, lanes = self.shape, len(lengths)
         processors = torch.cuda.get_device_properties().multi_processor_count
-        self.crowded = is_crowded(lanes, shape.kv_heads, processors)
+        crowded = is_crowded(lanes, shape.kv_heads, processors)
         capability = torch.cuda.get_device_capability()
-        self.tiles = decode_tiles(capability, shape.head_dim, torch.bfloat16, crowded=self.crowded)
+        self.tiles = decode_tiles(capability, shape.head_dim, torch.bfloat16, crowded=crowded)
         counts = [-(-n // BLOCK) for n in lengths]
         free = (1 + torch.randperm(self.blocks - 1)).int()
         table = torch.zeros(lanes, max(counts), dtype=torch.int32)
@@ -143,20 +139,18 @@ class Problem:
 
         return work
 
-    def streamed(self, early, in_teams=False, crowded=None):
-        """Return the same by the kernel in CUDA C++; `crowded` says whose tiles it has."""
-        tiles = streamed_tiles(crowded=self.crowded if crowded is None else crowded)
-        return self.new(tiles, early, StreamedDecode(torch.device("cuda")), in_teams)
+    def streamed(self, early):
+        """Return the same by the kernel in CUDA C++."""
+        return self.new(TILES, early, StreamedDecode(torch.device("cuda")))
 
-    def new(self, tiles, early, attend=decode_attention, in_teams=False):
+    def new(self, tiles, early, attend=decode_attention):
         """Return the same by one kernel, its schedule made."""
         shape, lanes = self.shape, len(self.rows)
         processors = torch.cuda.get_device_properties().multi_processor_count
         extra = extra_programs(shape.kv_heads, processors, tiles)
-        kind, make = (TeamSchedule, make_team_schedule) if in_teams else (DecodeSchedule, make_schedule)
-        schedule = kind.empty(lanes, extra, torch.device("cuda"))
+        schedule = DecodeSchedule.empty(lanes, extra, torch.device("cuda"))
         cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share}
-        make(schedule, self.rows, self.lengths, **cut)
+        make_schedule(schedule, self.rows, self.lengths, **cut)
         workspace = DecodeWorkspace.zeros(2 * extra * shape.heads, shape.head_dim, torch.device("cuda"))
         torch.cuda.synchronize()
 
@@ -186,20 +180,19 @@ class Problem:
 
         return 1e6 * graph_seconds(chain) / LAYERS
 
-    def schedule_us(self, in_teams=False):
-        kind, make = (TeamSchedule, make_team_schedule) if in_teams else (DecodeSchedule, make_schedule)
-        schedule = kind.empty(len(self.rows), 66, torch.device("cuda"))
-        cut = {"window": 0, "tile": 16 if in_teams else 64, "min_share": 4}
+    def schedule_us(self):
+        schedule = DecodeSchedule.empty(len(self.rows), 66, torch.device("cuda"))
+        cut = {"window": 0, "tile": 64, "min_share": 4}
         launches = range(8)
         return (
             1e6
-            * graph_seconds(lambda: [make(schedule, self.rows, self.lengths, **cut) for _ in launches])
+            * graph_seconds(lambda: [make_schedule(schedule, self.rows, self.lengths, **cut) for _ in launches])
             / len(launches)
         )
 
-    def error(self, work, reference=None):
-        """Norm of the difference to `reference` (the three launches), over the norm."""
-        expected = (reference or self.old())(0, self.merged.clone()).double()
+    def error(self, work):
+        """Norm of the difference to the three launches, over the norm."""
+        expected = self.old()(0, self.merged.clone()).double()
         got = work(0, self.merged.clone()).double()
         return float((got - expected).norm() / expected.norm())
 
@@ -224,6 +217,7 @@ def measure_case(problem, name, ceiling):
     entry = {
         "shape": problem.shape.name,
         "case": name,
+        "lanes": len(problem.rows),
         "error": {way: attempt(problem.error, ways[way]) for way in ("one", "streamed")},
         "us": {},
         "share": {},
@@ -236,27 +230,6 @@ def measure_case(problem, name, ceiling):
         entry["with_products_us"]["products alone"] = attempt(problem.products_us, None)
     entry["schedule_us"] = attempt(problem.schedule_us)
     return entry
-
-
-def measure_variants(problem, name, ceiling):
-    problem.set_case(VARIANT_CASES[name])
-    ways = {
-        "triton": problem.new(problem.tiles, early=True),
-        "drawn": problem.streamed(early=True),
-        "teams": problem.streamed(early=True, in_teams=True),
-        "teams, other stages": problem.streamed(early=True, in_teams=True, crowded=not problem.crowded),
-    }
-    us = {way: attempt(problem.alone_us, work) for way, work in ways.items()}
-    return {
-        "shape": problem.shape.name,
-        "case": name,
-        "lanes": len(problem.rows),
-        "read_us": round(problem.bytes / ceiling * 1e6, 1),
-        "error": attempt(problem.error, ways["teams"], ways["triton"]),
-        "us": us,
-        "with_products_us": {way: attempt(problem.products_us, work) for way, work in ways.items()},
-        "schedule_us": {way: attempt(problem.schedule_us, way == "teams") for way in ("drawn", "teams")},
-    }
 
 
 def sweep_tiles(problem, ceiling, entries):
@@ -284,7 +257,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--no-sweep", action="store_true")
-    parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     ceiling = measure_ceilings().read_bytes_per_s
@@ -300,12 +272,11 @@ def main():
 
     for shape in SHAPES:
         problem = Problem(shape)
-        measure, cases = (measure_variants, VARIANT_CASES) if options.variants else (measure_case, CASES)
-        for name in cases:
-            result["cases"].append(measure(problem, name, ceiling))
+        for name in CASES:
+            result["cases"].append(measure_case(problem, name, ceiling))
             print(json.dumps(result["cases"][-1]), flush=True)
             keep()
-        if shape is SHAPES[0] and not options.no_sweep and not options.variants:
+        if shape is SHAPES[0] and not options.no_sweep:
             sweep_tiles(problem, ceiling, result["sweep"])
             keep()
         del problem

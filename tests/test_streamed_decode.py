@@ -20,14 +20,13 @@ from twostroke.attention.torch_backend import TorchAttention
 from twostroke.kernels import ops, streamed_decode
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.ops import Rotary
-from twostroke.kernels.streamed_decode import UNIT, StreamedDecode, streamed_tiles
+from twostroke.kernels.streamed_decode import TILES, UNIT, StreamedDecode
 
 pytest.importorskip("triton")
 
 from twostroke.attention import triton_backend
-from twostroke.kernels.decode_schedule import SPLITS, DecodeSchedule, make_schedule
+from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.paged_decode import DecodeWorkspace
-from twostroke.kernels.team_schedule import TeamSchedule, make_team_schedule
 
 # The interpreter of triton 3.6 relies on what numpy 2.3 announces to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -146,22 +145,21 @@ def plain(case, spec, num_blocks, block_size, rotary):
 class Streamed:
     """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
-    def __init__(self, attend, case, spec, num_blocks, block_size, *, stages, extra, min_share=1, teams=0):
+    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1):
         device = case.q.device
         self.attend, self.case, self.spec = attend, case, spec
         self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, device)
-        self.tiles = streamed_tiles(crowded=False)._replace(stages=stages, min_share=min_share)
+        self.tiles = TILES._replace(min_share=min_share)
         self.workspace = DecodeWorkspace.zeros(2 * extra * spec.heads, spec.head_dim, device)
         self.workspace.partial.fill_(NAN)
         self.workspace.log_sum.fill_(NAN)
-        self.make, lanes = make_team_schedule if teams else make_schedule, case.step.num_lanes
-        self.schedule = (TeamSchedule if teams else DecodeSchedule).empty(lanes, teams or extra, device)
+        self.schedule = DecodeSchedule.empty(case.step.num_lanes, extra, device)
         case.fill(self.cache)
 
     def __call__(self, rotary):
         case, spec, step = self.case, self.spec, self.case.step
         cut = {"window": spec.window, "tile": UNIT, "min_share": self.tiles.min_share}
-        self.make(self.schedule, step.lane_rows, step.lane_lengths, **cut)
+        make_schedule(self.schedule, step.lane_rows, step.lane_lengths, **cut)
         out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
         self.attend(
             case.q, case.k, case.v, rotary, self.cache.keys[0], self.cache.values[0],
@@ -173,31 +171,22 @@ class Streamed:
         return out
 
 
-def team_count(where, kv_heads):
-    """Teams of `kv_heads` warps that the device has."""
-    blocks = EMULATED_BLOCKS if where == "cpu" else torch.cuda.get_device_properties(where).multi_processor_count
-    return blocks * streamed_decode.WARPS // kv_heads
-
-
 LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    ("stages", "kv_heads", "group", "head_dim", "block_size", "window"),
+    ("kv_heads", "group", "head_dim", "block_size", "window"),
     [
-        (3, 2, 1, 64, 16, 5),
-        (6, 3, 3, 64, 32, 0),
-        (3, 2, 4, 128, 16, 0),
-        (6, 4, 2, 128, 64, 40),
-        (3, 1, 8, 128, 16, 1),
+        (2, 1, 64, 16, 5),
+        (3, 3, 64, 32, 0),
+        (2, 4, 128, 16, 0),
+        (4, 2, 128, 64, 40),
+        (1, 8, 128, 16, 1),
     ],
 )
 @pytest.mark.parametrize("norms", [None, (False, False), (True, True), (False, True)])
-@pytest.mark.parametrize("in_teams", [False, True])
-def test_equals_rotating_writing_and_attending(
-    launcher, where, stages, kv_heads, group, head_dim, block_size, window, norms, in_teams
-):
+def test_equals_rotating_writing_and_attending(launcher, where, kv_heads, group, head_dim, block_size, window, norms):
     """F09, F10 among it: dead lanes write nothing and come out as zeros, whatever lies in the cache."""
     torch.manual_seed(0)
     spec = LayerSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, group=1)
@@ -206,8 +195,7 @@ def test_equals_rotating_writing_and_attending(
     rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms, where)
     keys, values, expected = plain(case, spec, num_blocks, block_size, rotary)
     inputs = [x.clone() for x in (case.q, case.k, case.v)]
-    teams = team_count(where, kv_heads) if in_teams else 0
-    run = Streamed(launcher(where), case, spec, num_blocks, block_size, stages=stages, extra=9, teams=teams)
+    run = Streamed(launcher(where), case, spec, num_blocks, block_size, extra=9)
     first = run(rotary)
     torch.testing.assert_close(run.cache.keys[0][1:].float(), keys[1:], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(run.cache.values[0][1:].float(), values[1:], rtol=0, atol=0, equal_nan=True)
@@ -222,38 +210,34 @@ def test_equals_rotating_writing_and_attending(
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 8])
-@pytest.mark.parametrize("in_teams", [False, True])
-def test_shares_of_a_long_lane_are_added_up(launcher, where, group, in_teams):
+def test_shares_of_a_long_lane_are_added_up(launcher, where, group):
     """One lane alone, in a share of a few units for each warp; every number of query heads."""
     spec = LayerSpec(2 * group, 2, 64, 64**-0.5)
     options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16, "device": where}
     case, num_blocks = make_case(spec, lengths=[900, 3], **options)
     _, _, expected = plain(case, spec, num_blocks, 16, None)
-    teams = team_count(where, 2) if in_teams else 0
-    run = Streamed(launcher(where), case, spec, num_blocks, 16, stages=3, extra=11, teams=teams)
+    run = Streamed(launcher(where), case, spec, num_blocks, 16, extra=11)
     out = run(None)
-    assert int(run.schedule.words[0, SPLITS] if in_teams else run.schedule.words[0, 0]) > (3 if where == "cpu" else 8)
+    assert int(run.schedule.words[0, 0]) > 8
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @emulated
 @pytest.mark.parametrize("block_size", [16, 48])
 def test_a_share_of_many_blocks(launcher, block_size):
-    """More than the 64 whose numbers lie in registers, twice; one team, so nothing is cut."""
+    """More than the 64 whose numbers lie in registers, twice."""
     spec = LayerSpec(8, 8, 64, 64**-0.5)
     options = {"chunks": [], "block_size": block_size, "dtype": torch.bfloat16}
     case, num_blocks = make_case(spec, lengths=[130 * block_size + 5, 40], **options)
     _, _, expected = plain(case, spec, num_blocks, block_size, None)
-    run = Streamed(launcher("cpu"), case, spec, num_blocks, block_size, stages=3, extra=1, teams=team_count("cpu", 8))
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, block_size, extra=1)
     out = run(None)
-    assert run.schedule.teams == 1
+    assert int(run.schedule.words[0, 0]) == 2, "no lane is cut"
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @emulated
-@pytest.mark.parametrize("in_teams", [False, True])
-@pytest.mark.parametrize("stages", [3, 6])
-def test_who_takes_which_share_changes_nothing(launcher, emulation, stages, in_teams):
+def test_who_takes_which_share_changes_nothing(launcher, emulation):
     """Warps one after the other, from the first or from the last: each takes all shares that are left."""
     spec = LayerSpec(8, 4, 128, 128**-0.5)
     lengths = [(37 * i * i) % 190 for i in range(14)]
@@ -261,12 +245,11 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, stages, in_t
     case, num_blocks = make_case(spec, lengths=lengths, **options)
     rotary = random_rotary(len(lengths), 128, (False, False), "cpu")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    teams = team_count("cpu", 4) if in_teams else 0
-    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, stages=stages, extra=5, min_share=4, teams=teams)
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=5, min_share=4)
     outs, backwards = [], ctypes.c_int.in_dll(emulation, "backwards")
     for backwards.value in (0, 1, 0):
         outs.append(run(rotary))
-    assert in_teams or 4 * int(run.schedule.words[0, 0]) > 4 * EMULATED_BLOCKS * streamed_decode.WARPS / 2
+    assert 4 * int(run.schedule.words[0, 0]) > 4 * EMULATED_BLOCKS * streamed_decode.WARPS / 2
     alive = case.step.lane_lengths > 0
     torch.testing.assert_close(outs[0][alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     assert torch.equal(outs[1], outs[0])
@@ -275,9 +258,8 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, stages, in_t
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize(("stages", "lanes", "longest"), [(3, 20, 1_900), (6, 20, 1_900), (6, 300, 300)])
-@pytest.mark.parametrize("in_teams", [False, True])
-def test_every_share_is_taken_and_every_run_the_same(launcher, stages, lanes, longest, in_teams):
+@pytest.mark.parametrize(("lanes", "longest"), [(20, 1_900), (300, 300)])
+def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest):
     """More shares than warps, and rings that are used again many times."""
     spec = LayerSpec(32, 8, 128, 128**-0.5)
     lengths = [(37 * i * i) % longest for i in range(lanes)]
@@ -285,8 +267,7 @@ def test_every_share_is_taken_and_every_run_the_same(launcher, stages, lanes, lo
     case, num_blocks = make_case(spec, lengths=lengths, **options)
     rotary = random_rotary(lanes, 128, (False, False), "cuda")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    teams = team_count("cuda", 8) if in_teams else 0
-    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, stages=stages, extra=66, min_share=4, teams=teams)
+    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=66, min_share=4)
     first, alive = run(rotary), case.step.lane_lengths > 0
     torch.testing.assert_close(first[alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     for _ in range(200):

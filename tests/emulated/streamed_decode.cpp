@@ -18,8 +18,7 @@ int run(const Attention& attention, int blocks, bool backwards) {
     for (int i = 0; i < blocks * WARPS; ++i) {
         int warp = backwards ? blocks * WARPS - 1 - i : i;
         blockIdx.x = warp / WARPS;
-        auto kernel = attention.teams ? streamed_decode<Shape<DIM, STAGES>, TeamShares> : streamed_decode<Shape<DIM, STAGES>, DrawnShares>;
-        if (!Warp::run(warp % WARPS, [&] { kernel(attention); })) return 1;
+        if (!Warp::run(warp % WARPS, [&] { streamed_decode<Shape<DIM, STAGES>>(attention); })) return 1;
     }
     return 0;
 }
@@ -40,9 +39,7 @@ int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_li
 int launch_attention(const void* given, int dim, int stages, int blocks, int, void*) {
     const Attention& attention = *static_cast<const Attention*>(given);
     shared_memory = raw;
-    if (dim == 128 && stages == 3) return run<128, 3>(attention, blocks, backwards);
     if (dim == 128 && stages == 6) return run<128, 6>(attention, blocks, backwards);
-    if (dim == 64 && stages == 3) return run<64, 6>(attention, blocks, backwards);
     if (dim == 64 && stages == 6) return run<64, 12>(attention, blocks, backwards);
     return 1;
 }

@@ -24,15 +24,12 @@ from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
 from ..kernels.streamed_decode import CAPABILITY as STREAMED_CAPABILITY
-from ..kernels.streamed_decode import StreamedDecode, streamed_tiles
-from ..kernels.team_schedule import TeamSchedule, make_team_schedule
+from ..kernels.streamed_decode import TILES as STREAMED_TILES
+from ..kernels.streamed_decode import StreamedDecode
 from .interface import LayerSpec
 from .triton_cache import TritonCache
 
 _log = logging.getLogger(__name__)
-
-_IN_TEAMS = False
-"""Whether warps of the kernel in CUDA C++ get their shares by teams, see bench/NOTES.md."""
 
 
 class _Kind(NamedTuple):
@@ -42,11 +39,6 @@ class _Kind(NamedTuple):
     extra: int
     tiles: DecodeTiles
     attend: Callable[..., None]
-    in_teams: bool
-
-    def empty_schedule(self, max_lanes: int, device: torch.device) -> DecodeSchedule | TeamSchedule:
-        kind = TeamSchedule if self.in_teams else DecodeSchedule
-        return kind.empty(max_lanes, self.extra, device)
 
 
 class TritonAttention(TritonCache):
@@ -86,13 +78,12 @@ class TritonAttention(TritonCache):
             tiles = decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
             attend: Callable[..., None] = decode_attention
             if streamed is not None and _is_streamed(spec, block_size, dtype):
-                tiles, attend = streamed_tiles(crowded=crowded), streamed
-            in_teams = _IN_TEAMS and attend is streamed
-            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, attend, in_teams)
+                tiles, attend = STREAMED_TILES, streamed
+            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, attend)
 
         self._kinds = [tuple(kind_of(spec, crowded) for crowded in (False, True)) for spec in layers]
         kinds = {kind for both in self._kinds for kind in both}
-        self._schedules = {kind: kind.empty_schedule(max_lanes, device) for kind in kinds}
+        self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in kinds}
         results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
         self._step: StepInputs | None = None
@@ -134,12 +125,10 @@ class TritonAttention(TritonCache):
         self._step = step
         if lanes:
             for kind in {self._kind(layer, lanes) for layer in range(len(self.layers))}:
-                cut = {"window": kind.window, "tile": kind.tiles.positions, "min_share": kind.tiles.min_share}
-                schedule = self._schedules[kind]
-                if isinstance(schedule, TeamSchedule):
-                    make_team_schedule(schedule, step.lane_rows, step.lane_lengths, **cut)
-                else:
-                    make_schedule(schedule, step.lane_rows, step.lane_lengths, **cut)
+                make_schedule(
+                    self._schedules[kind], step.lane_rows, step.lane_lengths,
+                    window=kind.window, tile=kind.tiles.positions, min_share=kind.tiles.min_share,
+                )  # fmt: skip
 
     def _kind(self, layer: int, lanes: int) -> _Kind:
         return self._kinds[layer][is_crowded(lanes, self.layers[layer].kv_heads, self._processors)]

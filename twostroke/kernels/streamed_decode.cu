@@ -14,17 +14,15 @@ struct Choice {
 };
 
 template <int DIM, int STAGES>
-Choice of(bool teams) {
+Choice of() {
     using S = Shape<DIM, STAGES>;
-    return {teams ? streamed_decode<S, TeamShares> : streamed_decode<S, DrawnShares>, sizeof(Shared<S>) + 1024};
+    return {streamed_decode<S>, sizeof(Shared<S>) + 1024};
 }
 
 // `stages` is that of units of 128 numbers; smaller ones are as many more.
-Choice choose(int dim, int stages, bool teams) {
-    if (dim == 128 && stages == 3) return of<128, 3>(teams);
-    if (dim == 128 && stages == 6) return of<128, 6>(teams);
-    if (dim == 64 && stages == 3) return of<64, 6>(teams);
-    if (dim == 64 && stages == 6) return of<64, 12>(teams);
+Choice choose(int dim, int stages) {
+    if (dim == 128 && stages == 6) return of<128, 6>();
+    if (dim == 64 && stages == 6) return of<64, 12>();
     return {nullptr, 0};
 }
 
@@ -42,7 +40,7 @@ int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_li
 // Queue the attention of a layer's lanes by `blocks` blocks; if `early`, it may start before the kernel ahead of it has ended.
 // Returns a cudaError_t.
 int launch_attention(const void* given, int dim, int stages, int blocks, int early, cudaStream_t stream) {
-    Choice choice = choose(dim, stages, static_cast<const Attention*>(given)->teams > 0);
+    Choice choice = choose(dim, stages);
     if (choice.kernel == nullptr) return cudaErrorInvalidValue;
     cudaError_t error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, choice.bytes);
     if (error != cudaSuccess) return error;

@@ -1,14 +1,13 @@
 // Attention of decode lanes over the paged cache, in bf16, at the speed at which the cache can be read.
 //
 // What `paged_decode.py` computes, built so that reads never pause:
-//   * A warp is on its own. It takes shares of the schedule one after the other, its team's or whichever is next, and reads
-//     the next share's keys and values while it still works on the present one: into a ring in shared memory, by the tensor memory accelerator, so that no
+//   * A warp is on its own. It takes shares of the schedule one after the other, and reads the next share's keys and values
+//     while it still works on the present one: into a ring in shared memory, by the tensor memory accelerator, so that no
 //     thread spends instructions on addresses. What a share needs first, its record and its block numbers, is asked for a share
 //     ahead.
 //   * A unit is 16 positions of a kv head. Its scores are a product of 16 positions x 8 query heads, so a group of up to 8
 //     fills it without the padding that a product of 16 query heads has.
-//   * One block of four warps per multiprocessor leaves room for the products before and after it, whose blocks hold the first
-//     weights already while this one ends.
+//   * One block of four warps runs on each multiprocessor: twice as many streams would find fewer rows of the memory open.
 // Who takes which share may differ from run to run; what a share gives, and the order in which shares are added up, may not.
 
 #pragma once
@@ -25,12 +24,10 @@ namespace {
 
 constexpr int WARPS = 4;
 constexpr int RECORD = 8, ROW = 0, LANE = 1, BEGIN = 2, END = 3, SPLIT = 4, SPLITS = 5;  // see decode_schedule.py
-constexpr int PART = 6, NEXT = 7;                                                         // see team_schedule.py
 
 struct Attention {
     CUtensorMap keys, values;
-    int kv_heads, group, block_units, table_stride;
-    int teams;  // whose first records are the first lines of the schedule; 0: that has no teams
+    int kv_heads, group, block_units, table_stride, most_records;
     int q_token, q_head, k_token, k_head, v_token, v_head;  // strides, in numbers
     int zero;                                               // is 0, which the compiler cannot know
     float eps, scale;                                       // the scale includes log2(e)
@@ -60,66 +57,22 @@ struct Shared {
     uint64_t full[WARPS][S::STAGES];
 };
 
-// Where a share is found: a line of the schedule, and a kv head. No line: there is none.
-struct Place {
-    int line, head;
-    __device__ bool has_share() const { return line >= 0; }
-};
-
 // What a warp works on: a record of the schedule, for one kv head. Its words come in the first threads.
 struct Share {
-    int line, head, row, lane, begin, end, split, splits, part, next;
+    int ticket, head, row, lane, begin, end, split, splits;
 
-    static __device__ __forceinline__ int load(const Attention& a, Place place, int thread) {
-        return place.has_share() && thread < RECORD ? a.schedule[place.line * RECORD + thread] : thread == LANE ? -1 : 0;
+    static __device__ __forceinline__ int load(const Attention& a, int ticket, int thread) {
+        int item = ticket / a.kv_heads;
+        return item < a.most_records && thread < RECORD ? a.schedule[(1 + item) * RECORD + thread] : 0;
     }
-    __device__ __forceinline__ Share(Place place, int word) : line(place.line), head(place.head) {
+    __device__ __forceinline__ Share(const Attention& a, int ticket, int word) : ticket(ticket), head(ticket % a.kv_heads) {
         row = __shfl_sync(~0u, word, ROW), lane = __shfl_sync(~0u, word, LANE);
         begin = __shfl_sync(~0u, word, BEGIN), end = __shfl_sync(~0u, word, END);
         split = __shfl_sync(~0u, word, SPLIT), splits = __shfl_sync(~0u, word, SPLITS);
-        part = __shfl_sync(~0u, word, PART), next = __shfl_sync(~0u, word, NEXT);
     }
-    __device__ bool exists() const { return lane >= 0; }
     __device__ int first_unit() const { return begin / UNIT; }
     __device__ int last_unit() const { return begin < end ? (end + UNIT - 1) / UNIT : begin / UNIT; }  // exclusive
     __device__ bool newest() const { return split == splits - 1; }
-};
-
-// The shares of a team, one after the other.
-struct TeamShares {
-    const Attention& a;
-    int own;
-
-    __device__ TeamShares(const Attention& a, int own, int) : a(a), own(own) {}
-    __device__ Place first() const { return {own / a.kv_heads < a.teams ? own / a.kv_heads : -1, own % a.kv_heads}; }
-    __device__ Place after(const Share& share) const { return {share.next ? share.next : -1, share.head}; }
-    __device__ void draw(int) {}
-    __device__ void turn() {}
-    __device__ void leave(int) const {}
-    __device__ int part_of(const Share& share) const { return share.part; }
-};
-
-// Shares in their order, taken by whoever is ready. A warp's first two are given: those with the longest first shares get the
-// shortest second ones.
-struct DrawnShares {
-    const Attention& a;
-    int own, warps, shares, next, drawn;
-
-    __device__ DrawnShares(const Attention& a, int own, int warps)
-        : a(a), own(own), warps(warps), shares(*a.schedule * a.kv_heads), next(2 * warps - 1 - own), drawn(shares) {}
-    __device__ Place at(int ticket) const { return {ticket < shares ? 1 + ticket / a.kv_heads : -1, ticket % a.kv_heads}; }
-    __device__ Place first() const { return at(own); }
-    __device__ Place after(const Share&) const { return at(next); }
-    // Asks for the one after the next.
-    __device__ void draw(int thread) {
-        if (thread == 0 && next < shares) drawn = 2 * warps + atomicAdd(a.tickets, 1);
-    }
-    __device__ void turn() { next = next < shares ? __shfl_sync(~0u, drawn, 0) : shares; }
-    // Where every warp's first share is its last, none has been drawn.
-    __device__ void leave(int thread) const {
-        if (shares > warps && thread == 0 && atomicAdd(a.tickets + 1, 1) == warps - 1) a.tickets[0] = a.tickets[1] = 0;
-    }
-    __device__ int part_of(const Share& share) const { return share.line - 1 - share.split; }
 };
 
 // Asks for the units of one share after the other. The numbers of 64 blocks lie in the threads' registers.
@@ -269,21 +222,20 @@ __device__ void add_up(const Attention& a, int splits, int part, __nv_bfloat16* 
     if (a.group - head >= 1) add_up_heads<DIM, 1>(a, splits, part + head, out + head * DIM, thread);
 }
 
-// Writes what a share gave. Of several shares of a lane, whose results lie from `first` on, the last to arrive adds them up.
+// Writes what a share gave. Of several shares of a lane, the last to arrive adds them up.
 template <int DIM>
-__device__ __forceinline__ void end(const Attention& a, const Share& share, int first, Softmax<DIM>& softmax, int thread) {
+__device__ __forceinline__ void end(const Attention& a, const Share& share, Softmax<DIM>& softmax, int thread) {
     __nv_bfloat16* out = a.out + (static_cast<int64_t>(share.lane) * a.kv_heads + share.head) * a.group * DIM;
     softmax.settle();
     if (share.splits <= 1) {
         softmax.write(out, a.group, thread);
         return;
     }
-    first = first * a.kv_heads + share.head;
-    int64_t part = static_cast<int64_t>(first + share.split * a.kv_heads) * a.group;
+    int64_t part = static_cast<int64_t>(share.ticket) * a.group;
     softmax.write_part(a.partial + part * DIM, a.log_sum + part, a.group, thread);
     __threadfence();
     __syncwarp();
-    int before = 0;
+    int first = share.ticket - share.split * a.kv_heads, before = 0;
     if (thread == 0) before = atomicAdd(a.arrivals + first, 1);
     if (__shfl_sync(~0u, before, 0) != share.splits - 1) return;
     __threadfence();
@@ -291,7 +243,7 @@ __device__ __forceinline__ void end(const Attention& a, const Share& share, int 
     add_up<DIM>(a, share.splits, first * a.group, out, thread);
 }
 
-template <class S, class Shares>
+template <class S>
 __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attention a) {
     extern __shared__ uint8_t raw[];
     Shared<S>& s = *kept(reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024));
@@ -302,22 +254,21 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
     }
     __syncwarp();
     Places<S::DIM> places(thread);
-    Shares shares(a, blockIdx.x * WARPS + warp, gridDim.x * WARPS);
-    Place place = shares.first();
-    int word = Share::load(a, place, thread), stage = 0;
+    // A warp's first two tickets are given: those with the longest first shares get the shortest second ones.
+    int warps = gridDim.x * WARPS, ticket = blockIdx.x * WARPS + warp, next_ticket = 2 * warps - 1 - ticket;
+    int word = Share::load(a, ticket, thread), shares = *a.schedule * a.kv_heads, stage = 0;
     uint32_t parity = 0;
-    Share share(place, word);
+    Share share(a, ticket, word);
     Reader<S> reader(a, s, warp, thread);
-    if (share.exists()) {
+    if (ticket < shares) {
         reader.look_up(share), reader.turn_to(share);
         while (reader.has_more() && reader.has_room()) reader.ask(0);
     }
     wait_for_input();
     let_next_start();
-    while (share.exists()) {
-        place = shares.after(share);
-        word = Share::load(a, place, thread);
-        shares.draw(thread);
+    while (share.ticket < shares) {
+        word = Share::load(a, next_ticket, thread);
+        if (thread == 0 && next_ticket < shares) ticket = 2 * warps + atomicAdd(a.tickets, 1);
         Head<S::DIM> q;
         Softmax<S::DIM> softmax;
         begin(a, share, q, softmax, thread);
@@ -332,8 +283,8 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
             reader.give_back(), ++unit;
         };
         if (unit < end_unit) take_one();
-        Share next(place, word);
-        bool turned = !next.exists();
+        Share next(a, next_ticket, word);
+        bool turned = next.ticket >= shares;
         if (!turned) reader.look_up(next);
         auto read_on = [&](int after) {
             while (reader.has_room()) {
@@ -351,11 +302,12 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
             take_one();
             read_on(softmax.after_reads(a.zero));
         }
-        end(a, share, shares.part_of(share), softmax, thread);
-        shares.turn();
+        end(a, share, softmax, thread);
+        next_ticket = next.ticket < shares ? __shfl_sync(~0u, ticket, 0) : shares;
         share = next;
     }
-    shares.leave(thread);
+    // Where every warp's first ticket is its last, none has been taken.
+    if (shares > warps && thread == 0 && atomicAdd(a.tickets + 1, 1) == warps - 1) a.tickets[0] = a.tickets[1] = 0;
 }
 
 }  // namespace

@@ -12,7 +12,6 @@ from .decode_schedule import DecodeSchedule
 from .ops import Rotary
 from .paged_decode import DecodeTiles, DecodeWorkspace
 from .softmax_tile import LOG2_E
-from .team_schedule import TeamSchedule
 from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
 UNIT = 16
@@ -20,6 +19,8 @@ MAX_GROUP = 8
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
 WARPS = 4
+TILES = DecodeTiles(UNIT, warps=WARPS, stages=6, programs=WARPS, min_share=4, ahead=0)
+"""How work is cut: shares of units, one per warp; measured, see bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TARGET = "90a"
@@ -33,7 +34,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         ("keys", ctypes.c_char * MAP_BYTES),
         ("values", ctypes.c_char * MAP_BYTES),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "teams")),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group", "block_units", "table_stride", "most_records")),
         *((name, ctypes.c_int) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "zero")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
@@ -42,16 +43,6 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partial", "log_sum", "arrivals", "tickets", "out")),
         ("_padding", ctypes.c_char * 64),
     ]
-
-
-def streamed_tiles(*, crowded: bool) -> DecodeTiles:
-    """Return how work is cut: shares of units, one per warp; measured, see bench/NOTES.md.
-
-    Args:
-        crowded: see `is_crowded`. Where few lanes run, products of few tokens have their blocks beside this kernel's,
-            so it takes less of the shared memory.
-    """
-    return DecodeTiles(UNIT, warps=WARPS, stages=6 if crowded else 3, programs=WARPS, min_share=4, ahead=0)
 
 
 class StreamedDecode:
@@ -86,7 +77,7 @@ class StreamedDecode:
         values: torch.Tensor,
         table: torch.Tensor,
         slots: torch.Tensor,
-        schedule: DecodeSchedule | TeamSchedule,
+        schedule: DecodeSchedule,
         out: torch.Tensor,
         workspace: DecodeWorkspace,
         *,
@@ -94,15 +85,11 @@ class StreamedDecode:
         tiles: DecodeTiles,
         early: bool = False,
     ) -> None:
-        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `streamed_tiles`.
-
-        With a schedule of teams, each share's warp is known before; else warps take shares as they are ready.
-        """
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `TILES`."""
         kv_heads, block_size, head_dim = keys.shape[1:]
         given = zeroed(_Attention)
         given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
-        given.table_stride = table.stride(0)
-        given.teams = schedule.teams if isinstance(schedule, TeamSchedule) else 0
+        given.table_stride, given.most_records = table.stride(0), len(schedule.words) - 1
         (given.q_token, given.q_head, _), (given.k_token, given.k_head, _) = q.stride(), k.stride()
         given.v_token, given.v_head, _ = v.stride()
         given.scale = scale * LOG2_E
