@@ -77,6 +77,7 @@ class Layers(PlainLayers):
         made = [self.made(linears, name) for name in SHAPES]
 
         def run():
+            linears.begin()
             x, out = self.x, None
             for o, gate_up, down, qkv in zip(*made, strict=True):
                 x = linears.residual(Written(self.seen), o, x.residual, self.norm)
@@ -177,7 +178,7 @@ def compare_heads(layers):
         times = []
         for choice in HEAD_CHOICES:
             linears = MediumLinears(torch.device("cuda"), EPS, lambda *_, choice=choice: MediumTiles(*choice))
-            made = [linears.heading(head) for head in heads]
+            made = [linears.scaling(head) for head in heads]
             time = microseconds(
                 f"head {choice}", lambda made=made, linears=linears: [linears.scaled(layers.x, w) for w in made], 2
             )

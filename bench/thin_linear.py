@@ -23,12 +23,14 @@ class Layers(PlainLayers):
     """Random layers, and what runs them.
 
     Args:
-        told: products tell each other of each tile; otherwise each waits for the whole one ahead.
+        told: a layer's products are one kernel, in which they tell each other of each tile; otherwise each is one, and
+            waits for the whole one ahead.
     """
 
     def __init__(self, count, tokens=TOKENS, *, told=False):
         super().__init__(SHAPES, EPS, count)
         self.linears = ThinLinears(torch.device("cuda"), EPS)
+        assert self.linears.chains, "others of this device are still there"
         self.told = told
         make = makers(self.linears)
         self.thin = {name: [make[name](weight) for weight in weights] for name, weights in self.weights.items()}
@@ -49,6 +51,11 @@ class Layers(PlainLayers):
         return made
 
     def one(self, name, weight):
+        made = self._queued(name, weight)
+        self.linears.launch()
+        return made
+
+    def _queued(self, name, weight):
         if name == "gate_up":
             return self.linears.gated(self.x, weight)
         if name == "qkv":
@@ -59,32 +66,28 @@ class Layers(PlainLayers):
         return lambda: [self.one(name, weight) for weight in self.thin[name]]
 
 
-def check():
-    for tokens in (1, 7, 32, 33, 64):
-        for told in (False, True):
-            layers = Layers(4, tokens, told=told)
-            first = [made.clone() for made in layers.chain()]
-            thin, cublas, exact = (first[4], first[7]), layers.cublas(1), layers.exact()
-            figures = [
-                f"thin {error(a, c):.1e}, cuBLAS {error(b, c):.1e}" for a, b, c in zip(thin, cublas, exact, strict=True)
-            ]
-            different = 0
-            for _ in range(300):
-                again = layers.chain()
-                different += not all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
-                for made in again:
-                    made.fill_(float("nan"))  # what the next run reads too early shows
-            print(
-                f"{tokens} tokens, {'told' if told else 'waiting'}: norm ratios of residual and qkv: {figures}; "
-                f"{different} of 300 runs differ",
-                flush=True,
-            )
+def check(tokens, *, told):
+    layers = Layers(4, tokens, told=told)
+    first = [made.clone() for made in layers.chain()]
+    thin, cublas, exact = (first[4], first[7]), layers.cublas(1), layers.exact()
+    figures = [f"thin {error(a, c):.1e}, cuBLAS {error(b, c):.1e}" for a, b, c in zip(thin, cublas, exact, strict=True)]
+    different = 0
+    for _ in range(300):
+        again = layers.chain()
+        different += not all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        for made in again:
+            made.fill_(float("nan"))  # what the next run reads too early shows
+    print(
+        f"{tokens} tokens, {'in chains' if told else 'waiting'}: norm ratios of residual and qkv: {figures}; "
+        f"{different} of 300 runs differ",
+        flush=True,
+    )
 
 
 def time_layers(tokens, count, bandwidth):
     us = 1e6 / count
     layers = Layers(count, tokens)
-    print(tokens, "tokens:", {name: (ws[0].tile, ws[0].tiles, ws[0].clusters) for name, ws in layers.thin.items()})
+    print(tokens, "tokens:", {name: (ws[0].tile, ws[0].tiles) for name, ws in layers.thin.items()})
     floor = {name: 1e6 * w[0].nbytes / bandwidth for name, w in layers.weights.items()}
     print(f"us per layer: floor {sum(floor.values()):.1f}", {name: f"{value:.1f}" for name, value in floor.items()})
     print(f"cuBLAS {us * graph_seconds(layers.cublas):.1f}", flush=True)
@@ -97,7 +100,7 @@ def time_layers(tokens, count, bandwidth):
 
 def time_heads(tokens, bandwidth):
     layers, heads = Layers(1, tokens), [bf16(V, H, scale=0.02) for _ in range(2)]
-    thin_heads = [layers.linears.heading(head) for head in heads]
+    thin_heads = [layers.linears.scaling(head) for head in heads]
     thin = 1e6 * graph_seconds(lambda: [layers.linears.scaled(layers.x, head) for head in thin_heads]) / 2
     cublas = 1e6 * graph_seconds(lambda: [F.linear(layers.h, head) for head in heads]) / 2
     print(f"head: thin {thin:.1f}, cuBLAS {cublas:.1f}, floor {1e6 * heads[0].nbytes / bandwidth:.1f}", flush=True)
@@ -105,7 +108,9 @@ def time_heads(tokens, bandwidth):
 
 def main(count=32):
     torch.manual_seed(0)
-    check()
+    for tokens in (1, 7, 32, 33, 64):
+        for told in (False, True):
+            check(tokens, told=told)
     bandwidth = measure_ceilings().read_bytes_per_s
     for tokens in (32, 64):
         time_layers(tokens, count, bandwidth)

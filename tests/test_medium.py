@@ -49,7 +49,7 @@ class Products:
         return (
             *x[:3],
             linears.scaled(first, linears.scaling(self.into)),
-            linears.scaled(x, linears.heading(self.into)),
+            linears.scaled(x, linears.scaling(self.into)),
             linears.scaled(x, linears.scaling(self.into, self.bias)),
             linears.gated(x, linears.gating(self.into)).values,
         )
@@ -93,7 +93,7 @@ def test_a_weight_too_large_to_pay_is_left_to_the_library(monkeypatch):
     x = Scaled(wanted[0].float(), wanted[1].float(), torch.stack([wanted[2].float() / 2] * 2))
     monkeypatch.setattr(medium_linear, "MAX_BYTES", 1)
     monkeypatch.setattr(MediumLinears, "_launch", None)
-    head = products.linears.heading(products.into)
+    head = products.linears.scaling(products.into)
     torch.testing.assert_close(products.linears.scaled(x, head), wanted[4].float(), rtol=1e-4, atol=1e-4)
     first = Scaled(x.residual, x.values, None)
     torch.testing.assert_close(products.linears.scaled(first, head), wanted[3].float(), rtol=1e-4, atol=1e-4)

@@ -54,6 +54,11 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// No block ends before all of its cluster are here: until then others may write to its shared memory.
+__device__ __forceinline__ void leave_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ __forceinline__ void wait_for_input() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -85,6 +90,11 @@ __device__ __forceinline__ void load_once(void* to, const CUtensorMap* map, int 
         "l"(map), "r"(address(barrier)), "r"(column), "r"(row), "l"(policy) : "memory");
 }
 
+// Fetches a map ahead of its first use.
+__device__ __forceinline__ void expect_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 __device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int k, uint64_t* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -105,14 +115,10 @@ __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_g
 #define NUMBERS_32                                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NUMBERS_48 NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NUMBERS_56 NUMBERS_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define SUMS_8(i)                                                                                              \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
         "+f"(c[i + 7])
 #define SUMS_32 SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24)
-#define SUMS_48 SUMS_32, SUMS_8(32), SUMS_8(40)
-#define SUMS_56 SUMS_48, SUMS_8(48)
 #define MULTIPLY(rows, numbers, sums, x_at, w_at, add_at)                                                              \
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" rows        \
                  "k16.f32.bf16.bf16 {" numbers "}, " x_at ", " w_at ", add, 1, 1, 0, 0;\n}\n"                          \
@@ -123,17 +129,12 @@ __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_g
 __device__ __forceinline__ void multiply(float (&c)[32], uint64_t x, uint64_t w, int add) {
     MULTIPLY("64", NUMBERS_32, SUMS_32, "%32", "%33", "%34");
 }
-__device__ __forceinline__ void multiply(float (&c)[48], uint64_t x, uint64_t w, int add) {
-    MULTIPLY("96", NUMBERS_48, SUMS_48, "%48", "%49", "%50");
-}
-__device__ __forceinline__ void multiply(float (&c)[56], uint64_t x, uint64_t w, int add) {
-    MULTIPLY("112", NUMBERS_56, SUMS_56, "%56", "%57", "%58");
-}
 
-// Sends two numbers to a place in another block's shared memory; that block's barrier counts their bytes.
-__device__ __forceinline__ void send(uint32_t to, float first, float second, uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
-                 "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(barrier) : "memory");
+// Sends four numbers to a place in another block's shared memory; that block's barrier counts their bytes.
+__device__ __forceinline__ void send(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(__float_as_uint(c)), "r"(__float_as_uint(d)), "r"(barrier)
+                 : "memory");
 }
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,

@@ -209,12 +209,8 @@ class MediumLinears:
         """Start a step: nothing, since each product waits for the whole one ahead."""
 
     def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> MediumWeight:
-        """A weight for `scaled`, in the middle of a layer."""
+        """A weight for `scaled`."""
         return MediumWeight(weight, bias, Epilogue.SCALE)
-
-    def heading(self, weight: torch.Tensor) -> MediumWeight:
-        """A weight for `scaled`, that no other product follows."""
-        return self.scaling(weight)
 
     def gating(self, weight: torch.Tensor) -> MediumWeight:
         """A weight for `gated`."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 MAP_BYTES = 128
 
-_ALIGNMENT = 64
+_ALIGNMENT = 128
 
 AnyArguments = TypeVar("AnyArguments", bound=ctypes.Structure)
 

@@ -1,4 +1,4 @@
-"""The decode steps of few tokens of the native decoder, through products that start beside the kernel ahead."""
+"""The decode steps of few tokens of the native decoder, through products that start while the kernel ahead ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Linears(Protocol):
     """Launches products: `ThinLinears`, and `MediumLinears` for more tokens, each with weights of its own making."""
 
     def scaling(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any: ...
-    def heading(self, weight: torch.Tensor) -> Any: ...
     def gating(self, weight: torch.Tensor) -> Any: ...
     def adding(self, weight: torch.Tensor) -> Any: ...
     def begin(self) -> None: ...
@@ -50,8 +49,9 @@ class _ThinLayer(NamedTuple):
 class ThinDecoder:
     """The steps of a decoder that have lanes only, and so many of them as its products are made for.
 
-    Four products and attention are all that a layer launches: norms, residual and activation are parts of the products.
-    Each starts while the one ahead ends; behind a product, a product reads what that has announced.
+    Attention and four products are all of a layer: norms, residual and activation are parts of the products. A kernel
+    starts while the one ahead ends. Products of few tokens are one kernel from an attention to the next, in which each
+    reads what the one ahead has announced.
     A norm's weight multiplies the residual ahead of the product and its scale follows behind it, so a norm's result is
     rounded once instead of twice, and results differ from those of the plain path by the rounding of bf16.
 
@@ -74,7 +74,7 @@ class ThinDecoder:
             )
             for block in decoder.blocks
         ]
-        self._head = linears.heading(_weight(decoder.head))
+        self._head = linears.scaling(_weight(decoder.head))
 
     @classmethod
     def made_for(cls, decoder: Decoder) -> list[ThinDecoder]:
