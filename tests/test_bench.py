@@ -108,20 +108,21 @@ def test_the_commit_can_be_named_where_there_is_no_checkout(tmp_path: Path, monk
         assert json.loads(path.read_text())["commit"] == expected
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_checkout_that_ignores_the_package_does_not_name_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: bool
+@pytest.mark.parametrize("copied", ["tracked", "ignored", "beside"])
+def test_a_checkout_that_only_holds_the_package_does_not_name_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: str
 ) -> None:
     package = tmp_path / "copy" / "twostroke" / "bench"
     package.mkdir(parents=True)
     (package / "result.py").touch()
-    (tmp_path / ".gitignore").write_text("copy\n" if ignored else "\n")
+    (tmp_path / ".gitignore").write_text("copy\n" if copied == "ignored" else "\n")
     who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
-    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
+    added = ".gitignore" if copied == "beside" else "."
+    for command in (["init", "-q"], ["add", added], [*who, "commit", "-qm", "first"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     monkeypatch.setattr("twostroke.bench.result.__file__", str(package / "result.py"))
     commit = current_commit()
-    assert commit is None if ignored else re.fullmatch(r"[0-9a-f]{40}", commit or "")
+    assert re.fullmatch(r"[0-9a-f]{40}", commit or "") if copied == "tracked" else commit is None
 
 
 @pytest.mark.usefixtures("stub_benchmark")

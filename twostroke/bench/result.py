@@ -171,9 +171,9 @@ def current_date() -> str:
 
 
 def current_commit() -> str | None:
-    """The commit of the checkout that twostroke runs from; None where a checkout only holds it, and ignores it."""
+    """The commit of the checkout that twostroke runs from; None where one only holds it, and does not track it."""
     commit = _git("rev-parse", "HEAD")
-    if commit is None or _git("check-ignore", "-q", ".") is not None:
+    if commit is None or _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
 
