@@ -13,8 +13,8 @@ NOTHING = Cost(weight_bytes=0, kv_bytes=1, token_flop=0.0, attention_flop=0.0)
 TEN_MS = StepTime(NOTHING, 1e30, 1e30, per_step=0.010, host=0.001)
 """Every step takes 10 ms, and the CPU 1 ms before it."""
 
-VARYING = StepTime(Cost(1000, 7, 11.0, 0.3), 1e6, 1e6, factor=1.1, per_step=1e-3, per_row=1e-5, host=3e-4)
-"""What a step has to do shows in its time."""
+VARYING = StepTime(Cost(1000, 7, 300.0, 0.3), 1e6, 1e6, read_factor=1.1, compute_factor=1.3, per_step=1e-3, host=3e-4)
+"""What a step has to do shows in its time; up to three lanes read, more compute."""
 
 
 def machine(step_time=TEN_MS, num_blocks=1000, **settings) -> tuple[Replica, Measures]:

@@ -122,10 +122,18 @@ def test_a_bound_on_prompts_is_learned_from_simulated_times() -> None:
 
 def test_a_roofline_is_the_larger_time_of_products_plus_that_of_attention() -> None:
     time = StepTime(Cost(weight_bytes=100, kv_bytes=2, token_flop=30.0, attention_flop=1.0), 10.0, 100.0)
-    assert time.roofline(decode_work(8, 50)) == pytest.approx(100 / 10 + 2 * 50 / 10)
-    assert time.roofline(Work(tokens=80, rows=1, positions=10, pairs=900)) == pytest.approx(30 * 80 / 100 + 900 / 100)
-    whole = StepTime(time.cost, 10.0, 100.0, factor=2.0, per_step=3.0, per_row=0.5)
-    assert whole.seconds(decode_work(8, 50)) == pytest.approx(2 * 20 + 3 + 4)
+    assert time.roofline(decode_work(8, 50)) == pytest.approx((100 / 10 + 2 * 50 / 10, 0.0))
+    assert time.roofline(decode_work(80, 50)) == pytest.approx((2 * 50 / 10, 30 * 80 / 100))
+    assert time.roofline(Work(tokens=8, positions=10, pairs=900)) == pytest.approx((100 / 10, 900 / 100))
+    assert time.roofline(Work(tokens=80, positions=10, pairs=900)) == pytest.approx((0.0, 30 * 80 / 100 + 900 / 100))
+
+
+def test_what_reads_and_what_computes_are_stretched_apart() -> None:
+    cost = Cost(weight_bytes=100, kv_bytes=2, token_flop=30.0, attention_flop=1.0)
+    time = StepTime(cost, 10.0, 100.0, read_factor=2.0, compute_factor=3.0, per_step=5.0)
+    assert time.seconds(decode_work(8, 50)) == pytest.approx(2 * (10 + 10) + 5)
+    assert time.seconds(decode_work(80, 50)) == pytest.approx(2 * 10 + 3 * 24 + 5)
+    assert time.seconds(Work(tokens=80, positions=10, pairs=900)) == pytest.approx(3 * (24 + 9) + 5)
 
 
 def test_a_chunk_reads_its_row_once_and_attends_to_all_before() -> None:
@@ -139,7 +147,7 @@ def test_a_chunk_reads_its_row_once_and_attends_to_all_before() -> None:
 
     replica, _ = machine(Watched(NOTHING, 1.0, 1.0), max_step_tokens=16, loop="sync")
     feed(replica, [arrival(0.0, 20, 2)])
-    assert seen == [Work(16, 1, 16, 136), Work(4, 1, 20, 17 + 18 + 19 + 20), Work(1, 1, 21, 21)]
+    assert seen == [Work(16, 16, 136), Work(4, 20, 17 + 18 + 19 + 20), Work(1, 21, 21)]
 
 
 def test_the_clock_overlaps_and_waits() -> None:

@@ -194,13 +194,14 @@ def _range(name: str, text: str, separator: str) -> tuple[int, int]:
 def _print_fit(fit: Fit) -> None:
     step = fit.step_time
     typer.echo(
-        f"{fit.model} on {fit.gpu}: a step takes {step.factor:.3f} x roofline + {1e3 * step.per_step:.3f} ms "
-        f"+ {1e6 * step.per_row:.2f} us x rows; the CPU {1e3 * step.host:.3f} ms before it"
+        f"{fit.model} on {fit.gpu}: a step takes {step.read_factor:.3f} x reading "
+        f"+ {step.compute_factor:.3f} x computing + {1e3 * step.per_step:.3f} ms; "
+        f"the CPU {1e3 * step.host:.3f} ms before it"
     )
     for point in fit.points:
         measured, fitted = 1e3 * point.measured, 1e3 * point.fitted
         typer.echo(f"fit: {point.benchmark} measured {measured:.3f} ms/step, fitted {fitted:.3f}, {point.error:+.1%}")
-    free = "" if len(fit.points) > 3 else " (no more results than parameters: it says nothing)"
+    free = "" if len(fit.points) > fit.numbers else " (no more results than numbers: it says nothing)"
     typer.echo(f"fit: error {fit.error:.1%}{free}\n")
 
 

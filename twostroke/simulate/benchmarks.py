@@ -22,12 +22,12 @@ KNOWN = (*WORKLOADS, "mixed")
 
 @dataclass(frozen=True)
 class Tally(StepTime):
-    """A step time that sums up what it is asked: steps, their rows, and their rooflines."""
+    """A step time that sums up what it is asked: steps, and both parts of their rooflines."""
 
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
     def seconds(self, work: Work) -> float:
-        for place, value in enumerate((1.0, work.rows, self.roofline(work))):
+        for place, value in enumerate((1.0, *self.roofline(work))):
             self.sums[place] += value
         return super().seconds(work)
 
@@ -36,15 +36,15 @@ class Tally(StepTime):
 class Simulated:
     """Attributes:
     seconds, tokens: as in the benchmark's `Run`.
-    steps: that were launched in this time. rows, roofline: means over them.
+    steps: that were launched in this time. reading, computing: of their rooflines, means over them.
     extra: the further figures of the benchmark.
     """
 
     seconds: float
     tokens: int
     steps: int
-    rows: float
-    roofline: float
+    reading: float
+    computing: float
     extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -151,5 +151,5 @@ def _mixed(settings: Settings, tally: Tally, memory_bytes: float) -> Simulated:
 
 
 def _simulated(tally: Tally, seconds: float, tokens: int, extra: Mapping[str, float] | None = None) -> Simulated:
-    steps, rows, roofline = tally.sums
-    return Simulated(seconds, tokens, int(steps), rows / steps, roofline / steps, extra or {})
+    steps, reading, computing = tally.sums
+    return Simulated(seconds, tokens, int(steps), reading / steps, computing / steps, extra or {})

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,9 @@ ROUNDS = 4
 
 FIRST_FACTOR = 1.3
 """Of the roofline, in the first round."""
+
+APART = 0.2
+"""By how much the shares of computing in the rooflines of results must differ to tell reading and computing apart."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,14 @@ class Fit:
     """Attributes:
     step_time: the model. model: of which LLM. gpu: on which device.
     points: one per result.
+    numbers: of the model that were fitted to them.
     """
 
     step_time: StepTime
     model: str
     gpu: str
     points: tuple[Point, ...]
+    numbers: int
 
     @property
     def error(self) -> float:
@@ -114,10 +120,8 @@ def step_seconds(result: Result) -> tuple[float, float | None]:
 def fit_results(results: Sequence[Result], memory_bytes: float) -> Fit:
     """Fit `StepTime` to the mean times of steps that results state.
 
-    What a step had to do on average is read off a simulation of the benchmark. Then `factor`, `per_step` and `per_row`
-    are those, none of them negative, for which the sum of the squared relative errors is least. One result decides on
-    the factor alone, two on `per_step` as well, three or more on all. `host` is the mean of what results
-    state, 0 if none does.
+    What a step had to do on average is read off a simulation of the benchmark; then `stretch` finds the factors and
+    `per_step`. `host` is the mean of what results state, 0 if none does.
 
     Raises:
         InvalidConfig: they are not of one model and one GPU.
@@ -127,7 +131,8 @@ def fit_results(results: Sequence[Result], memory_bytes: float) -> Fit:
         raise InvalidConfig(f"results of one model and one GPU are needed, these are of {sorted(kinds)}")
     model, gpu = kinds.pop()
     facts = results[0].workload
-    step_time = StepTime(cost_of_preset(model), facts["read_bytes_per_s"], facts["flop_per_s"], factor=FIRST_FACTOR)
+    step_time = StepTime(cost_of_preset(model), facts["read_bytes_per_s"], facts["flop_per_s"])
+    step_time = replace(step_time, read_factor=FIRST_FACTOR, compute_factor=FIRST_FACTOR)
     stated = [step_seconds(result) for result in results]
     device = np.array([seconds for seconds, _ in stated])
     hosts = [seconds for _, seconds in stated if seconds is not None]
@@ -139,12 +144,12 @@ def fit_results(results: Sequence[Result], memory_bytes: float) -> Fit:
             means[place] if means and result.benchmark in WORKLOADS else _simulate(result, step_time, memory_bytes)
             for place, result in enumerate(results)
         ]
-        terms = np.array([[one.roofline, 1.0, one.rows] for one in means])
-        factor, per_step, per_row = least_squares(terms / device[:, None], min(len(results), 3))
-        step_time = replace(step_time, factor=factor, per_step=per_step, per_row=per_row)
-    fitted = terms @ np.array([factor, per_step, per_row])
+        reading, computing = np.array([[one.reading, one.computing] for one in means]).T
+        read_factor, compute_factor, per_step, numbers = stretch(reading, computing, device)
+        step_time = replace(step_time, read_factor=read_factor, compute_factor=compute_factor, per_step=per_step)
+    fitted = read_factor * reading + compute_factor * computing + per_step
     points = zip((result.benchmark for result in results), device.tolist(), fitted.tolist(), strict=True)
-    return Fit(step_time, model, gpu, tuple(Point(*point) for point in points))
+    return Fit(step_time, model, gpu, tuple(Point(*point) for point in points), numbers)
 
 
 def _simulate(result: Result, step_time: StepTime, memory_bytes: float) -> Simulated:
@@ -152,18 +157,50 @@ def _simulate(result: Result, step_time: StepTime, memory_bytes: float) -> Simul
     return simulate_benchmark(result.benchmark, step_time, loop, result.workload, memory_bytes)
 
 
-def least_squares(terms: np.ndarray, count: int) -> list[float]:
-    """The weights of the first `count` columns of `terms`, [N, K], none negative, whose sums are nearest to 1.
+class Stretch(NamedTuple):
+    """The numbers of `StepTime` that are fitted, and how many of them were free."""
 
-    Those of the other columns are 0. With so few columns every choice of which are 0 can be tried.
+    read_factor: float
+    compute_factor: float
+    per_step: float
+    numbers: int
+
+
+def stretch(reading: np.ndarray, computing: np.ndarray, measured: np.ndarray) -> Stretch:
+    """Find the numbers for which the sum of the squared relative errors is least.
+
+    No factor is less than 1, since ceilings cannot be beaten, and `per_step` is not negative. Results whose rooflines
+    are shared out between reading and computing alike, as that of a single one is, decide on one factor for both
+    alone. Of others, two decide on `compute_factor` and `per_step`, with reading at its ceiling: what decode steps
+    take beyond the reading hardly grows with it. Three or more decide on `read_factor`, too.
+
+    Args:
+        reading, computing: mean rooflines of a step, seconds; one per result, as all here.
+        measured: mean times of a step, seconds.
     """
-    best, least = [0.0] * terms.shape[1], np.inf
-    for size in range(1, count + 1):
-        for columns in combinations(range(count), size):
-            chosen, *_ = np.linalg.lstsq(terms[:, columns], np.ones(len(terms)), rcond=None)
-            error = float(((terms[:, columns] @ chosen - 1) ** 2).sum())
+    roofline = reading + computing
+    beyond = (measured - roofline) / measured
+    if np.ptp(computing / roofline) < APART:
+        factor = 1 + float(least_squares((roofline / measured)[:, None], beyond)[0])
+        return Stretch(factor, factor, 0.0, numbers=1)
+    terms = np.stack([computing, np.ones(len(measured)), reading], axis=1)[:, : len(measured)]
+    found = np.zeros(3)
+    found[: terms.shape[1]] = least_squares(terms / measured[:, None], beyond)
+    compute, per_step, read = found.tolist()
+    return Stretch(1 + read, 1 + compute, per_step, numbers=terms.shape[1])
+
+
+def least_squares(terms: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """The weights, none negative, of the columns of `terms`, [N, K], that bring it nearest to `sums`, [N].
+
+    With so few columns every choice of which are 0 can be tried.
+    """
+    best, least = np.zeros(terms.shape[1]), float((sums**2).sum())
+    for size in range(1, terms.shape[1] + 1):
+        for columns in map(list, combinations(range(terms.shape[1]), size)):
+            chosen, *_ = np.linalg.lstsq(terms[:, columns], sums, rcond=None)
+            error = float(((terms[:, columns] @ chosen - sums) ** 2).sum())
             if (chosen >= 0).all() and error < least - 1e-12:
-                best, least = [0.0] * terms.shape[1], error
-                for column, weight in zip(columns, chosen.tolist(), strict=True):
-                    best[column] = weight
+                best, least = np.zeros(terms.shape[1]), error
+                best[columns] = chosen
     return best

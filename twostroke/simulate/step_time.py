@@ -14,20 +14,19 @@ class Work(NamedTuple):
     """What a step has to do.
 
     Attributes:
-        tokens: that the forward pass runs over. rows: that have a part in it.
+        tokens: that the forward pass runs over.
         positions: of the cache that are read: of each row, all up to its last token.
         pairs: of a token and a position that it attends to.
     """
 
     tokens: int
-    rows: int
     positions: int
     pairs: int
 
 
 def decode_work(lanes: int, positions: int) -> Work:
     """That of a step of lanes alone, whose rows have so many positions together, the new ones included."""
-    return Work(lanes, lanes, positions, positions)
+    return Work(lanes, positions, positions)
 
 
 def work_of(plan: Plan, rows: RowTable) -> Work:
@@ -39,7 +38,7 @@ def work_of(plan: Plan, rows: RowTable) -> Work:
     for _, start, count, _ in plan.chunks.tolist():
         positions += start + count
         pairs += count * start + count * (count + 1) // 2
-    return Work(plan.num_tokens, plan.num_lanes + len(plan.chunks), positions, pairs)
+    return Work(plan.num_tokens, positions, pairs)
 
 
 class Flight(NamedTuple):
@@ -49,37 +48,54 @@ class Flight(NamedTuple):
     seconds: float
 
 
+class Roofline(NamedTuple):
+    """What the ceilings allow, seconds.
+
+    Attributes:
+        reading: of what is bound by reading. computing: of what is bound by computing.
+    """
+
+    reading: float
+    computing: float
+
+
 @dataclass(frozen=True)
 class StepTime:
     """A step's time on the device: what the ceilings allow, stretched, and what comes on top.
 
-        seconds = factor * roofline + per_step + per_row * rows
-        roofline = max(weights / bandwidth, products / rate) + max(cache / bandwidth, attention / rate)
+        seconds = read_factor * reading + compute_factor * computing + per_step
+        reading + computing = max(weights / bandwidth, products / rate) + max(cache / bandwidth, attention / rate)
 
-    Products and attention follow one upon the other, so each has the larger of its reading and its computing time.
+    Products and attention follow one upon the other, so each has the larger of its reading and its computing time, and
+    is stretched as what it is bound by.
 
     Attributes:
         cost: of the model.
         read_bytes_per_s, flop_per_s: the machine's ceilings.
-        factor, per_step, per_row: see above; seconds.
+        read_factor, compute_factor, per_step: see above; seconds.
         host: seconds of the CPU before a step is launched.
     """
 
     cost: Cost
     read_bytes_per_s: float
     flop_per_s: float
-    factor: float = 1.0
+    read_factor: float = 1.0
+    compute_factor: float = 1.0
     per_step: float = 0.0
-    per_row: float = 0.0
     host: float = 0.0
 
-    def roofline(self, work: Work) -> float:
-        cost = self.cost
-        products = max(cost.weight_bytes / self.read_bytes_per_s, cost.token_flop * work.tokens / self.flop_per_s)
-        attention = max(
-            cost.kv_bytes * work.positions / self.read_bytes_per_s, cost.attention_flop * work.pairs / self.flop_per_s
-        )
-        return products + attention
+    def roofline(self, work: Work) -> Roofline:
+        cost, reading, computing = self.cost, 0.0, 0.0
+        products = cost.weight_bytes, cost.token_flop * work.tokens
+        attention = cost.kv_bytes * work.positions, cost.attention_flop * work.pairs
+        for read_bytes, flop in (products, attention):
+            read, compute = read_bytes / self.read_bytes_per_s, flop / self.flop_per_s
+            if read >= compute:
+                reading += read
+            else:
+                computing += compute
+        return Roofline(reading, computing)
 
     def seconds(self, work: Work) -> float:
-        return self.factor * self.roofline(work) + self.per_step + self.per_row * work.rows
+        reading, computing = self.roofline(work)
+        return self.read_factor * reading + self.compute_factor * computing + self.per_step
