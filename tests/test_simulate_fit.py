@@ -32,10 +32,8 @@ def newest(name: str) -> Path:
 
 ARTICLE, GSM8K, SMALL = newest("article-512"), newest("gsm8k"), newest("small")
 MEMORY = 130e9
-TRUE = StepTime(
-    *(cost_of_preset("llama-3.1-8b"), 4.3e12, 7.4e14),
-    **{"read_factor": 1.1, "compute_factor": 1.4, "per_step": 8e-4, "host": 6e-4},
-)
+LLAMA = cost_of_preset("llama-3.1-8b")
+TRUE = StepTime(LLAMA, 4.3e12, 7.4e14, read_factor=1.1, compute_factor=1.4, per_step=8e-4, host=6e-4)
 
 
 def test_a_preset_costs_what_the_model_says() -> None:
