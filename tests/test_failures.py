@@ -15,6 +15,7 @@ from engines import MODES, running
 from watching import PATIENCE, make_handles, quiet, wait_until
 
 from twostroke import EngineDead, SamplingParams
+from twostroke.errors import clear_frames
 
 VICTIM, OTHER = list(range(3, 14)), list(range(100, 140))
 
@@ -210,6 +211,13 @@ def test_the_memory_of_a_failed_engine_is_free_though_its_error_is_kept(mode, pl
         assert "fail_at_the_third" in "".join(traceback.format_exception(kept.value))
     finally:
         gc.enable()
+
+
+def test_errors_that_are_each_others_cause_have_an_end():
+    """A callback's own, as `raise error from error` makes one: clearing their frames must not go round for ever."""
+    error, another = ValueError("one"), ValueError("another")
+    error.__cause__, another.__cause__ = another, error
+    clear_frames(error)
 
 
 def test_an_error_while_text_is_made_reaches_the_request_it_was_made_for():

@@ -14,10 +14,12 @@ import time
 import weakref
 
 import pytest
+import torch
 from engines import MODES, running
 from watching import PATIENCE, quiet, wait_until
 
-from twostroke import Engine, EngineClosed, InvalidWeights, SamplingParams
+import twostroke.build
+from twostroke import Engine, EngineClosed, InvalidConfig, InvalidWeights, SamplingParams
 
 PROMPT, OTHER = list(range(3, 14)), list(range(100, 117))
 
@@ -302,3 +304,39 @@ def test_a_forgotten_engine_is_closed_at_once(no_collection):
     del engine
     assert engine_threads() == before
     assert not any(tensor() is not None for tensor in memory)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_engine_that_cannot_start_leaves_no_memory(chained, monkeypatch, no_collection):
+    """Whoever keeps its error: the next one may need all of it."""
+    memory = []
+
+    def note(name):
+        make = getattr(twostroke.build, name)
+
+        def make_noted(*arguments, **options):
+            made = make(*arguments, **options)
+            memory.append(weakref.ref(made.model if name == "load_model" else made))
+            return made
+
+        monkeypatch.setattr(twostroke.build, name, make_noted)
+
+    def refuse(directory):
+        last = torch.zeros(5)
+        memory.append(weakref.ref(last))
+        raise InvalidConfig("no tokenizer")
+
+    def refuse_for_a_reason(directory):
+        try:
+            refuse(directory)
+        except InvalidConfig as error:
+            raise ValueError("not readable") from error
+
+    for name in ("load_model", "BatchState", "make_attention", "Runner", "Slot"):
+        note(name)
+    monkeypatch.setattr(twostroke.build, "find_tokenizer", refuse_for_a_reason if chained else refuse)
+    with pytest.raises((InvalidConfig, ValueError)) as failed:
+        Engine("tiny", device="cpu", num_blocks=16)
+    assert len(memory) == 8
+    assert not any(part() is not None for part in memory)
+    assert failed.value.__traceback__ is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from thin_library import stand_in
 from torch.nn import functional
 
 import twostroke.model.linear as linear
+from twostroke import Engine, InvalidConfig
 from twostroke.kernels.announced import Written
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears, ThinWeight
@@ -23,8 +26,8 @@ EPS = 1e-5
 class PlainLinears:
     """What `ThinLinears` computes, in PyTorch; a residual's squares come in two parts."""
 
-    def __init__(self, eps):
-        self.eps = eps
+    def __init__(self, eps, *, chains=True):
+        self.eps, self.chains = eps, chains
 
     def begin(self):
         pass
@@ -64,7 +67,7 @@ def test_thin_steps_give_the_logits_of_the_plain_path(model):
     thin = ThinDecoder(model, PlainLinears(model.config.norm_eps), range(1, MAX_TOKENS + 1))
     with torch.inference_mode():
         logits = []
-        for forward in (model.forward, thin.forward):
+        for forward in (model.forward, partial(thin.forward, model)):
             attention = make_attention(model)
             model.forward(make_step(model, [], [(0, 0, prompt), (2, 0, prompt[:4])]), attention)
             steps = [make_step(model, [(0, 9 + i, token), (2, 4 + i, token)], []) for i, token in enumerate(following)]
@@ -101,6 +104,17 @@ def test_a_missing_compiler_leaves_the_plain_path_and_says_so(model, monkeypatch
     assert "nvcc" in caplog.text
 
 
+@pytest.mark.parametrize("chains", [True, False])
+def test_an_engine_beside_another_says_that_it_is_slower(model, monkeypatch, caplog, chains):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("twostroke.model.thin.ThinLinears", lambda device, eps: PlainLinears(eps, chains=chains))
+    monkeypatch.setattr(ThinWeight, "fits", staticmethod(lambda weight, gated=False: True))
+    monkeypatch.setattr(ThinDecoder, "_of_more", lambda decoder: [])
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    assert len(ThinDecoder.made_for(model)) == 1
+    assert ("another engine" in caplog.text) is not chains
+
+
 @pytest.mark.parametrize(("most_bytes", "count"), [(1 << 20, 2), (1, 1)])
 def test_more_lanes_are_thin_where_weights_are_small(model, monkeypatch, most_bytes, count):
     medium_linear = pytest.importorskip("twostroke.kernels.medium_linear")
@@ -123,7 +137,7 @@ def test_a_layer_is_attention_and_one_launch(model, monkeypatch):
 
     thin = ThinDecoder(model, ThinLinears(CPU, EPS), range(1, MAX_TOKENS + 1))
     with torch.inference_mode():
-        thin.forward(make_step(model, [(0, 0, 1), (1, 0, 2)], []), SimpleNamespace(forward_rotary=attend))
+        thin.forward(model, make_step(model, [(0, 0, 1), (1, 0, 2)], []), SimpleNamespace(forward_rotary=attend))
     assert launched == [[1] + [4] * layer for layer in range(len(model.blocks))]
     assert library.lengths == [1] + [4] * len(model.blocks)
 
@@ -135,3 +149,24 @@ def test_a_freed_model_makes_room_for_the_chains_of_the_next(model, monkeypatch)
     assert not ThinLinears(CPU, EPS).chains
     model.free()
     assert ThinLinears(CPU, EPS).chains
+
+
+def test_an_engine_that_cannot_start_makes_room_for_the_chains_of_the_next(monkeypatch):
+    """Whoever keeps its error, and though nobody frees its model; at once again."""
+    stand_in(monkeypatch)
+
+    def thin(decoder):
+        made = ThinDecoder(decoder, ThinLinears(CPU, EPS), range(1, MAX_TOKENS + 1))
+        assert not ThinLinears(CPU, EPS).chains
+        return [made]
+
+    monkeypatch.setattr(linear, "pack_weight", lambda weight: None)
+    monkeypatch.setattr(ThinDecoder, "made_for", thin)
+    gc.disable()
+    try:
+        with pytest.raises(InvalidConfig, match="num_blocks") as failed:
+            Engine("tiny", device="cpu", num_blocks=1 << 40)
+        assert ThinLinears(CPU, EPS).chains
+    finally:
+        gc.enable()
+    assert failed.value.__traceback__ is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from .device.memory import used_bytes
 from .device.shapes import ExactShapes, PaddedShapes
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device
-from .errors import InvalidConfig
+from .errors import InvalidConfig, clear_frames
 from .kernels.batch import TorchBatchOps
 from .kernels.ledger import LedgerOps, TorchLedgerOps
 from .limits import Limits
@@ -90,14 +90,16 @@ def build(
         make_tokenizer: makes a tokenizer of so many tokens for a model that has none.
 
     Raises:
-        InvalidConfig, UnsupportedModel: a setting does not fit the model or the device.
+        InvalidConfig, UnsupportedModel: a setting does not fit the model or the device. All memory is free then.
     """
     device = make_device(config.device)
     try:
         with _on_the_cpu(), device.current(), torch.inference_mode():
             return _Builder(config, device, draw or sample, make_tokenizer).build()
-    except BaseException:
-        device.close()
+    except BaseException as error:
+        with suppress(Exception):  # a device that failed fails again here
+            device.close()
+        clear_frames(error)
         raise
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import reprlib
+import traceback
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
@@ -70,6 +71,16 @@ def fresh(error: E) -> E:
     again = copy.copy(error)
     again.__cause__ = error.__cause__
     return again
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error and of those it comes from: callers keep it, and tensors would stay with them."""
+    cleared: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is known for known in cleared):
+        traceback.clear_frames(cause.__traceback__)
+        cleared.append(cause)
+        cause = cause.__cause__
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:

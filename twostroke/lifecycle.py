@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from .build import Parts
 from .calls import Calls
-from .errors import EngineClosed, EngineDead, TwostrokeError, told
+from .errors import EngineClosed, EngineDead, TwostrokeError, clear_frames, told
 from .inbox import Command, Inbox
 from .loop import AsyncLoop, SyncLoop
 from .watched import Watched
@@ -76,7 +75,7 @@ class Lifecycle:
                 self._loop.run()
         except BaseException as error:
             self._fail(error)
-            traceback.clear_frames(error.__traceback__)  # callers keep the error, and tensors would stay with it
+            clear_frames(error)
         self.calls.end(EngineClosed("the engine is closed"))
         self._parts.constraints.close()
         self.delivery.close()

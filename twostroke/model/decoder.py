@@ -144,7 +144,7 @@ class Decoder:
         """
         for thin in self._thin:
             if thin.takes(step):
-                return thin.forward(step, attention)
+                return thin.forward(self, step, attention)
         ops, eps = self._ops, self.config.norm_eps
         cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
         residual = functional.embedding(step.input_ids, self.embedding)

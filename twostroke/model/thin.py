@@ -56,13 +56,12 @@ class ThinDecoder:
     rounded once instead of twice, and results differ from those of the plain path by the rounding of bf16.
 
     Args:
-        decoder: whose weights are used; it must be one that `made_for` accepts.
+        decoder: whose weights are used; it must be one that `made_for` accepts. It is not kept: it keeps its steps.
         linears: launches the products.
         lanes: how many of them a step may have.
     """
 
     def __init__(self, decoder: Decoder, linears: Linears, lanes: range) -> None:
-        self._decoder = decoder
         self._linears = linears
         self._lanes = lanes
         self._layers = [
@@ -90,10 +89,15 @@ class ThinDecoder:
         if not _fits(decoder):
             return []
         try:
-            return [cls(decoder, ThinLinears(decoder.device, decoder.config.norm_eps), range(1, MAX_TOKENS + 1))]
+            linears = ThinLinears(decoder.device, decoder.config.norm_eps)
         except CompilerMissing as error:
             _log.warning("decode steps of few tokens take the slower path: %s", error)
             return []
+        if not linears.chains:
+            _log.warning(
+                "decode steps of few tokens are slower: another engine of this process uses %s", decoder.device
+            )
+        return [cls(decoder, linears, range(1, MAX_TOKENS + 1))]
 
     @classmethod
     def _of_more(cls, decoder: Decoder) -> list[ThinDecoder]:
@@ -110,9 +114,9 @@ class ThinDecoder:
         """Whether a step is one of those; shapes alone decide."""
         return step.num_lanes == len(step.input_ids) and step.num_lanes in self._lanes and step.sample_index is None
 
-    def forward(self, step: StepInputs, attention: Attention) -> torch.Tensor:
-        """Return logits [T, vocabulary], bf16."""
-        linears, decoder, config = self._linears, self._decoder, self._decoder.config
+    def forward(self, decoder: Decoder, step: StepInputs, attention: Attention) -> torch.Tensor:
+        """Return logits [T, vocabulary], bf16, of the decoder that these steps were made of."""
+        linears, config = self._linears, decoder.config
         eps, split = config.norm_eps, (config.heads, config.kv_heads, config.kv_heads)
         linears.begin()
         tables = ops.rotary_tables(step.positions, decoder.inverse_frequencies, config.rope.attention_factor)
