@@ -131,15 +131,15 @@ class ThinLinears:
 
     The products of a chain wait for each other while they run, so all blocks of its kernel must run at once, and two
     such kernels of one device could keep each other from that for ever. So of those of one device that live at a time,
-    in this process, the first alone makes chains. Others launch product by product, each of which waits for kernels
-    ahead of it alone. Who lets go of one sees to it that nothing it launched still runs, nor any graph of it.
+    in this process, the first alone makes chains, and when it is gone the next that begins a step or is made. Others
+    launch product by product, each of which waits for kernels ahead of it alone. Who lets go of one sees to it that nothing it launched still runs, nor any graph of it.
 
     Args:
         device: a GPU of compute capability 9.0.
         eps: of all norms.
 
     Attributes:
-        chains: whether this one makes chains.
+        chains: whether this one makes chains; found again at the beginning of each step.
 
     Raises:
         CompilerMissing: the kernel cannot be compiled here.
@@ -159,14 +159,14 @@ class ThinLinears:
         self._parts = 0
         self._told: Announcements | None = None
         self._queue: list[_Queued] = []
-        index = torch.cuda.current_device() if device.index is None else device.index
-        with self._claim:
-            self.chains = self._chaining.setdefault(index, self) is self
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.chains = self._may_chain()
 
     def begin(self) -> None:
         """Start a step on the current stream, of at most one product with each weight, which tell each other how far
         they are. Until the first step there are no chains, and each product waits for the kernel ahead to be done.
         """
+        self.chains = self._may_chain()  # the one that did may be gone
         self._queue.clear()  # a step that failed may have left some
         if self._told is None:
             self._told = Announcements(self._parts, self._device)
@@ -236,6 +236,10 @@ class ThinLinears:
         clusters = min(self._clusters, max(product.tiles for product in products))
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         check(self._library.launch_chain(ctypes.byref(chain), clusters, stream), "thin_linear: launch")
+
+    def _may_chain(self) -> bool:
+        with self._claim:
+            return self._chaining.setdefault(self._index, self) is self
 
     def _take(self, product: _Product, weight: ThinWeight, tensors: list[torch.Tensor | None]) -> None:
         self._queue.append(_Queued(product, weight, tensors))
