@@ -2,7 +2,7 @@
 //
 // Such products are as fast as their weights can be read, so everything here serves one thing: that reads never pause.
 //   * One kernel does a chain of products, each the input of the next, so that weights of the next one are read while the
-//     last tiles of this one are finished. One block on each multiprocessor has all of its shared memory as a ring.
+//     last tiles of this one are finished. One block on each multiprocessor has all of its shared memory, nearly all as a ring.
 //   * Two blocks, a cluster, share a tile of rows of w: each sums over half of k, and sends its sums of half of the tokens to
 //     the other's shared memory. No partial sum goes through global memory.
 //   * In a block, one warp reads weights, one the input, four multiply, four apply the epilogue of one tile while the next is

@@ -132,7 +132,8 @@ class ThinLinears:
     The products of a chain wait for each other while they run, so all blocks of its kernel must run at once, and two
     such kernels of one device could keep each other from that for ever. So of those of one device that live at a time,
     in this process, the first alone makes chains, and when it is gone the next that begins a step or is made. Others
-    launch product by product, each of which waits for kernels ahead of it alone. Who lets go of one sees to it that nothing it launched still runs, nor any graph of it.
+    launch product by product, each of which waits for kernels ahead of it alone. Who lets go of one sees to it that
+    nothing it launched still runs, nor any graph of it.
 
     Args:
         device: a GPU of compute capability 9.0.
