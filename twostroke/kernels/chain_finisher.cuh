@@ -53,7 +53,7 @@ __device__ __forceinline__ float sum_of_group(float value) {
     return value;
 }
 
-__device__ __forceinline__ void meet_finishers() { asm volatile("bar.sync 1, %0;" ::"n"(32 * FINISHERS) : "memory"); }
+__device__ __forceinline__ void meet_finishers() { meet<1, 32 * FINISHERS>(); }
 
 // The threads that apply epilogues. Each has eight rows of a token, and a token per pass.
 template <class S>
@@ -144,8 +144,7 @@ struct Finisher {
         __syncwarp();
         meet_finishers();
         if (worker == 0 && a.out_ready != nullptr) announce(a.out_ready + tile);
-        if (worker < CLUSTER)
-            asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(address(&s.sums_read), worker)) : "memory");
+        if (worker < CLUSTER) arrive_at(address_in(address(&s.sums_read), worker));
     }
 };
 

@@ -20,6 +20,15 @@ __device__ __forceinline__ T* kept(T* pointer) {
     return pointer;
 }
 
+// Declares the shared memory that a launch asks for. Not a function, which the compiler would compute addresses by.
+#define DYNAMIC_SHARED(name) extern __shared__ uint8_t name[]
+
+__device__ __forceinline__ int rank_in_cluster() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
 // The same place in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(uint32_t local, int rank) {
     uint32_t there;
@@ -43,10 +52,21 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(barrier)) : "memory");
 }
 
+// The same for a barrier of any block of the cluster, given by `address_in`.
+__device__ __forceinline__ void arrive_at(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void wait_for(uint64_t* barrier, uint32_t parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n}\n" ::"r"(address(barrier)), "r"(parity) : "memory");
+}
+
+// Some of a block's threads meet, at a place of their own.
+template <int PLACE, int THREADS>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(PLACE), "n"(THREADS) : "memory");
 }
 
 // Blocks of a cluster meet. Once barriers are prepared and fenced, there is no other memory to order.
