@@ -1,13 +1,10 @@
-// `twostroke/kernels/hopper.cuh`, as far as the sources that are emulated use it.
+// `twostroke/kernels/hopper.cuh`, as far as `streamed_decode.cuh` uses it. Copies of the tensor memory accelerator are done when
+// they are asked for, as early as they may be: whoever asks for a place before it was read, reads wrong numbers.
 
 #pragma once
 
 #include "cuda.h"
 #include "warp.h"
-
-inline unsigned char* shared_memory;  // of the block; its beginning has the address 0
-
-inline uint32_t address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - shared_memory; }
 
 template <class T>
 T* kept(T* pointer) {
@@ -37,13 +34,13 @@ inline void let_next_start() {}
 inline uint64_t read_once_policy() { return 0; }
 
 inline void load_once(void* to, const CUtensorMap* map, int column, int line, uint64_t* barrier, uint64_t) {
-    if (column != 0 || line < 0 || line + map->box_lines > map->lines) fail("a box outside of its matrix");
+    if (column != 0 || line < 0 || line + map->box_rows > map->rows) fail("a box outside of its matrix");
     if (address(to) % 1024) fail("a box that is not aligned to the pattern of its swizzle");
-    for (uint32_t row = 0; row < map->box_lines; ++row)
+    for (uint32_t row = 0; row < map->box_rows; ++row)
         for (uint32_t chunk = 0; chunk < 8; ++chunk)
             memcpy(static_cast<unsigned char*>(to) + row * 128 + (chunk ^ row % 8) * 16, map->data + (line + row) * 128 + chunk * 16, 16);
     Barrier& own = of(barrier);
-    own.bytes -= map->box_lines * 128;
+    own.bytes -= map->box_rows * 128;
     if (own.bytes < 0) fail("more bytes than were expected");
     if (own.bytes == 0) ++own.ended;
 }

@@ -32,7 +32,7 @@ int backwards = 0;  // the order of the warps
 int attention_bytes() { return sizeof(Attention); }
 
 int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_lines) {
-    *static_cast<CUtensorMap*>(map) = {static_cast<const unsigned char*>(data), lines, unit_lines, {}};
+    *static_cast<CUtensorMap*>(map) = {static_cast<const unsigned char*>(data), lines, 64, unit_lines, {}};
     return 0;
 }
 

@@ -1,7 +1,6 @@
-// A warp on the CPU: its 32 threads are fibers that run in turn, from one instruction of the whole warp to the next. What
-// CUDA C++ sources use of the language, and of the instructions in `hopper.cuh` and `warp_products.cuh`, is defined here as
-// the PTX manual defines it. Copies of the tensor memory accelerator are done when they are asked for, as early as they may
-// be: whoever asks for a place before it was read, reads wrong numbers.
+// A warp on the CPU: its 32 threads are fibers that run in turn, each until it waits: for the rest of its warp at an
+// instruction of the whole warp, or for others. What CUDA C++ sources use of the language is defined here as the PTX manual
+// defines it; `hopper.cuh` and `warp_products.cuh` have twins beside this file.
 
 #pragma once
 
@@ -23,6 +22,7 @@
 #define __grid_constant__
 #define __shared__
 #define __maxnreg__(registers)
+#define __launch_bounds__(threads, blocks)
 
 using std::max;
 using std::min;
@@ -31,9 +31,15 @@ struct Index {
     int x;
 };
 inline Index threadIdx, blockIdx, gridDim;
+inline unsigned char* shared_memory;  // of the block whose warp runs; its beginning has the address 0
+
+inline uint32_t address(const void* pointer) { return static_cast<const unsigned char*>(pointer) - shared_memory; }
 
 struct float2 {
     float x, y;
+};
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
 };
 
 inline bool say(const char* what) {
@@ -41,12 +47,65 @@ inline bool say(const char* what) {
     return false;
 }
 
+// What a thread waits for.
+struct Wait {
+    const char* what;
+    uint32_t place;  // in shared memory, or 0
+    std::function<bool()> over;
+};
+
 class Warp {
 public:
-    // Runs `work` by the threads 32 warp to 32 warp + 31 of a block. Returns whether nothing failed.
+    // Makes the threads 32 warp to 32 warp + 31 of a block. They do not run yet.
+    Warp(int warp, const std::function<void()>& work) : first(32 * warp), work(work), stacks(new char[32 * STACK]) {
+        for (int i = 0; i < 32; ++i) {
+            getcontext(&fibers[i]);
+            fibers[i].uc_stack.ss_sp = &stacks[i * STACK], fibers[i].uc_stack.ss_size = STACK;
+            fibers[i].uc_link = &scheduler;
+            makecontext(&fibers[i], begin, 0);
+            waits[i] = {"its first turn", 0, [] { return true; }};
+        }
+    }
+
+    // Runs a warp that waits for nobody but itself. Returns whether nothing failed.
     static bool run(int warp, const std::function<void()>& work) {
+        failed = false;
         Warp own(warp, work);
-        return own.finish();
+        while (!own.ended())
+            if (!own.step()) return failed ? false : say("some threads have ended, others wait for them");
+        return true;
+    }
+
+    // Runs each thread up to its next wait, if its last one is over. Returns whether any ran and nothing failed.
+    bool step() {
+        now = this;
+        bool ran = false;
+        for (thread = 0; thread < 32; ++thread) {
+            if (done[thread] || !waits[thread].over()) continue;
+            ran = true, threadIdx.x = first + thread;
+            swapcontext(&scheduler, &fibers[thread]);
+            if (failed) break;
+        }
+        now = nullptr;
+        return ran && !failed && gather();
+    }
+
+    bool ended() const { return std::all_of(done, done + 32, [](bool one) { return one; }); }
+
+    // What those of its threads wait for that have not ended.
+    std::vector<const Wait*> open() const {
+        std::vector<const Wait*> all;
+        for (int i = 0; i < 32; ++i)
+            if (!done[i]) all.push_back(&waits[i]);
+        return all;
+    }
+
+    // The present thread waits; all others may run before it goes on, even if it need not wait.
+    static void wait_until(Wait wait) {
+        Warp& warp = *now;
+        int thread = warp.thread;
+        warp.waits[thread] = std::move(wait);
+        swapcontext(&warp.fibers[thread], &warp.scheduler);
     }
 
     // All threads give `value` and get what all gave. `kind` tells instructions apart: a warp must not be at several.
@@ -57,7 +116,7 @@ public:
         Slot& slot = warp.slots[warp.thread];
         slot.kind = kind, slot.arrived = true;
         memcpy(slot.bytes, &value, sizeof value);
-        warp.yield();
+        wait_until({"the rest of its warp", 0, [arrived = &slot.arrived] { return !*arrived; }});
         std::vector<Value> all(32);
         for (int i = 0; i < 32; ++i) memcpy(&all[i], warp.taken[i].bytes, sizeof value);
         return all;
@@ -65,12 +124,14 @@ public:
 
     static int lane() { return now->thread; }
 
-    // Ends the warp, from one of its threads.
-    [[noreturn]] static void give_up() {
-        now->failed = true;
-        setcontext(&now->scheduler);
-        abort();
+    // Says what is wrong. If a thread runs, it ends there.
+    static void fail(const char* what) {
+        failed = true;
+        say(what);
+        if (now) setcontext(&now->scheduler);
     }
+
+    static inline bool failed = false;
 
 private:
     static inline Warp* now = nullptr;
@@ -80,61 +141,37 @@ private:
         bool arrived;
         unsigned char bytes[32];
     };
-    static constexpr size_t STACK = 1 << 18;
-
-    Warp(int warp, const std::function<void()>& work) : first(32 * warp), work(work) {
-        now = this;
-        for (thread = 0; thread < 32; ++thread) {
-            stacks.emplace_back(new char[STACK]);
-            getcontext(&fibers[thread]);
-            fibers[thread].uc_stack.ss_sp = stacks.back().get(), fibers[thread].uc_stack.ss_size = STACK;
-            fibers[thread].uc_link = &scheduler;
-            makecontext(&fibers[thread], begin, 0);
-        }
-    }
+    static constexpr size_t STACK = 1 << 16;
 
     static void begin() {
         now->work();
-        now->slots[now->thread].arrived = false, now->ended[now->thread] = true;
+        now->done[now->thread] = true;
     }
 
-    void yield() {
-        swapcontext(&fibers[thread], &scheduler);
-        threadIdx.x = first + thread;
-    }
-
-    bool finish() {
-        while (true) {
-            for (thread = 0; thread < 32; ++thread) {
-                if (ended[thread]) continue;
-                slots[thread].arrived = false, threadIdx.x = first + thread;
-                swapcontext(&scheduler, &fibers[thread]);
-                if (failed) return false;
-            }
-            int arrived = 0;
-            for (int i = 0; i < 32; ++i) arrived += slots[i].arrived;
-            if (arrived == 0) return true;
-            if (arrived != 32) return say("some threads have ended, others wait for them");
-            for (int i = 1; i < 32; ++i)
-                if (slots[i].kind != slots[0].kind) return say("threads are at different instructions of the whole warp");
-            memcpy(taken, slots, sizeof slots);
+    // Ends an instruction of the whole warp if all threads are there.
+    bool gather() {
+        for (Slot& slot : slots)
+            if (!slot.arrived) return true;
+        for (Slot& slot : slots) {
+            if (slot.kind != slots[0].kind) fail("threads are at different instructions of the whole warp");
+            slot.arrived = false;
         }
+        memcpy(taken, slots, sizeof slots);
+        return !failed;
     }
 
     int first, thread = 0;
     std::function<void()> work;
-    std::vector<std::unique_ptr<char[]>> stacks;
+    std::unique_ptr<char[]> stacks;
     ucontext_t scheduler, fibers[32];
+    Wait waits[32];
     Slot slots[32] = {}, taken[32] = {};
-    bool ended[32] = {}, failed = false;
+    bool done[32] = {};
 };
 
-inline void fail(const char* what) {
-    say(what);
-    Warp::give_up();
-}
+inline void fail(const char* what) { Warp::fail(what); }
 
-enum Kind { SHUFFLE, ANY, MEET, MATRICES, MATRICES_TRANSPOSED, TRANSPOSED, PRODUCT };
+enum Kind { SHUFFLE, ANY, BALLOT, MEET, MATRICES, MATRICES_TRANSPOSED, TRANSPOSED, PRODUCT };
 
 template <class Value>
 Value __shfl_sync(unsigned, Value value, int from) {
@@ -147,6 +184,12 @@ Value __shfl_xor_sync(unsigned, Value value, int far) {
 inline bool __any_sync(unsigned, bool value) {
     std::vector<char> all = Warp::exchange(ANY, char(value));
     return std::any_of(all.begin(), all.end(), [](char one) { return one; });
+}
+inline uint32_t __ballot_sync(unsigned, bool value) {
+    std::vector<char> all = Warp::exchange(BALLOT, char(value));
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= uint32_t(all[i]) << i;
+    return votes;
 }
 inline void __syncwarp() { Warp::exchange(MEET, 0); }
 inline void __threadfence() {}
@@ -166,3 +209,6 @@ inline uint32_t __float_as_uint(float value) {
     return bits;
 }
 inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
+inline float __expf(float value) { return expf(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __ffs(uint32_t value) { return __builtin_ffs(value); }

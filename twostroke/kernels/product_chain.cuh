@@ -56,6 +56,7 @@ template <int TOKENS_>
 struct Shape {
     static constexpr int TOKENS = TOKENS_;
     static constexpr int SHARE = TOKENS / CLUSTER;  // tokens that a block finishes
+    static constexpr int WITHOUT_SUMS = MULTIPLIERS - TOKENS / 16;  // warps, of those that multiply
     static constexpr int BOXES = TILE / 16;         // of received sums, 8 tokens x 16 rows
     static constexpr int ROW = 128 + 4;             // numbers of such a box, padded
     static constexpr int RECEIVED = CLUSTER * SHARE / 8 * BOXES * ROW;

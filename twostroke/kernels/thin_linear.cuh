@@ -133,7 +133,10 @@ __device__ void multiply_tiles(Shared<S>& s, const Chain& chain, int rank, int w
         }
         // All blocks have read the sums of the tile before.
         if (tile.number > 0) wait_for(&s.sums_read, (tile.number - 1) & 1);
-        if (!wanted) continue;
+        if (!wanted) {
+            arrive(&s.sums_read);  // whoever waits for a phase is one that the next one needs: none is missed
+            continue;
+        }
 #pragma unroll
         for (int box = 0; box < S::BOXES; ++box) {
             const float* sums = c + 8 * box;
@@ -157,7 +160,7 @@ __global__ void __launch_bounds__(THREADS, 1) thin_linear(const __grid_constant_
         expect_map(warp == MULTIPLIERS + FINISHERS ? &chain.products[lane].w : &chain.products[lane].x);
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::STAGES; ++i) prepare(&s.full[i], READERS), prepare(&s.empty[i], MULTIPLIERS);
-        prepare(&s.sums_here, 1), prepare(&s.sums_read, CLUSTER);
+        prepare(&s.sums_here, 1), prepare(&s.sums_read, CLUSTER + 32 * S::WITHOUT_SUMS);
         fence_prepared();
         expect(&s.sums_here, 4 * CLUSTER * S::SHARE * TILE);
         fence_async();
