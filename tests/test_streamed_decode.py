@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from emulation import compiled, emulated
 from paged_case import make_case
 
 from twostroke.attention.interface import LayerSpec
@@ -32,14 +33,9 @@ from twostroke.kernels.paged_decode import DecodeWorkspace
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 NAN = float("nan")
-KERNELS = Path(streamed_decode.__file__).parent
-EMULATED = Path(__file__).parent / "emulated"
 EMULATED_BLOCKS = 2
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
-emulated = pytest.mark.skipif(
-    not shutil.which("g++") or torch.cuda.is_available(), reason="needs a C++ compiler, and Triton's interpreter"
 )
 WHERE = [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=[pytest.mark.gpu, hopper])]
 
@@ -47,23 +43,8 @@ WHERE = [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=[pytest
 @pytest.fixture(scope="module")
 def emulation(tmp_path_factory):
     """The library of the kernel for the CPU."""
-    folder = tmp_path_factory.mktemp("emulated")
-    for source in [*EMULATED.iterdir(), KERNELS / "streamed_decode.cuh", KERNELS / "head_softmax.cuh"]:
-        shutil.copy(source, folder)
-    command = [
-        "g++",
-        "-O1",
-        "-std=c++17",
-        "-Wno-unknown-pragmas",
-        "-Wno-psabi",
-        "-shared",
-        "-fPIC",
-        "-I.",
-        "-o",
-        "made.so",
-    ]
-    subprocess.run([*command, "streamed_decode.cpp"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "made.so"))
+    sources = ["streamed_decode.cuh", "head_softmax.cuh"]
+    return compiled(tmp_path_factory.mktemp("emulated"), "streamed_decode.cpp", sources)
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from thin_library import forget_others
-from torch.nn import functional
+from thin_products import EPS, Products, check
 
 import twostroke.kernels.thin_linear as thin_linear
-from twostroke.kernels.announced import Written
 from twostroke.kernels.thin_linear import ThinLinears
 
-EPS = 1e-5
 GPU = torch.device("cuda")
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -41,55 +39,6 @@ def test_the_source_compiles(tmp_path):
     assert "warning" not in done.stderr
 
 
-def bf16(*shape, scale=1.0):
-    return (torch.randn(*shape, device="cuda") * scale).to(torch.bfloat16)
-
-
-def ratio(got, want):
-    return float((got.double() - want).norm() / want.norm())
-
-
-class Products:
-    """Products of every kind, each the input of the next, in the shapes of a model."""
-
-    def __init__(self, tokens, hidden, rows):
-        self.residual, self.norm, self.wide = bf16(tokens, hidden), bf16(hidden), bf16(tokens, rows // 2)
-        self.into, self.bias, self.gate_up = bf16(rows, hidden, scale=0.03), bf16(rows), bf16(rows, hidden, scale=0.03)
-        self.out = bf16(hidden, rows // 2, scale=0.03)
-        self.linears = linears = ThinLinears(GPU, EPS)
-        self.adding, self.gating = [linears.adding(self.out) for _ in range(2)], linears.gating(self.gate_up)
-        self.others = [linears.scaling(self.into, bias) for bias in (None, None, self.bias)]
-
-    def run(self):
-        """Return residual, values and squares of the first product, the second, those of the third, three more."""
-        linears, norm = self.linears, self.norm
-        x = linears.residual(Written(self.wide), self.adding[0], self.residual, norm)
-        inner = linears.gated(x, self.gating)
-        y = linears.residual(inner, self.adding[1], x.residual, norm)
-        return (*x[:3], inner.values, *y[:3], *(linears.scaled(y, weight) for weight in self.others))
-
-    def exact(self):
-        """The same in double; squares are of all columns."""
-        into, bias, gate_up, out = (x.double() for x in (self.into, self.bias, self.gate_up, self.out))
-        x = self.residual.double() + self.wide.double() @ out.T
-        gate, up = (self._normed(x) @ gate_up.T).chunk(2, 1)
-        inner = functional.silu(gate) * up
-        y = x + inner @ out.T
-        plain = self._normed(y) @ into.T
-        return (*self._scaled(x), inner, *self._scaled(y), plain, plain, plain + bias)
-
-    def _normed(self, x):
-        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + EPS) * self.norm.double()
-
-    def _scaled(self, x):
-        return x, x * self.norm.double(), x.square().sum(1)
-
-
-def check(made, products):
-    for got, want in zip(made, products.exact(), strict=True):
-        assert ratio(got.sum(0) if want.dim() == 1 else got, want) < 1e-2
-
-
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("way", ["waiting", "told", "in chains"])
@@ -100,7 +49,7 @@ def test_products_are_right_and_the_same_in_every_run(tokens, hidden, rows, way,
     forget_others(monkeypatch)
     other = ThinLinears(GPU, EPS) if way == "told" else None
     torch.manual_seed(tokens)
-    products = Products(tokens, hidden, rows)
+    products = Products(tokens, hidden, rows, GPU)
     assert products.linears.chains == (other is None)
     begin = (lambda: None) if way == "waiting" else products.linears.begin
     begin()
@@ -163,7 +112,7 @@ def wait_for(engines, seconds=60.0):
 def test_two_of_one_device_run_at_once_to_the_end(tokens, monkeypatch):
     forget_others(monkeypatch)
     torch.manual_seed(0)
-    engines = [Engine(Products(count, 4096, 6144)) for count in tokens]
+    engines = [Engine(Products(count, 4096, 6144, GPU)) for count in tokens]
     assert [engine.products.linears.chains for engine in engines] == [True, False]
     for _ in range(15):
         for _ in range(20):

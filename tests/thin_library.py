@@ -63,13 +63,18 @@ def forget_others(monkeypatch):
     monkeypatch.setattr(thin_linear.ThinLinears, "_chaining", WeakValueDictionary())
 
 
-def stand_in(monkeypatch):
-    """Have thin products use a stand-in; return it."""
-    made = StandIn()
+def on_the_cpu(monkeypatch, library):
+    """Have thin products use a library that needs no GPU."""
     forget_others(monkeypatch)
-    monkeypatch.setattr(thin_linear, "load_library", lambda *_: made)
+    monkeypatch.setattr(thin_linear, "load_library", lambda *_: library)
     monkeypatch.setattr(thin_linear, "Announcements", lambda parts, _: Announcements(parts, CPU))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+
+
+def stand_in(monkeypatch):
+    """Have thin products use a stand-in; return it."""
+    made = StandIn()
+    on_the_cpu(monkeypatch, made)
     return made

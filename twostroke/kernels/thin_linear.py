@@ -1,4 +1,4 @@
-"""Linear layers for the few tokens of a decode step: CUDA C++ for compute capability 9.0, see `thin_linear.cu`."""
+"""Linear layers for the few tokens of a decode step: CUDA C++ for compute capability 9.0, see `thin_linear.cuh`."""
 
 from __future__ import annotations
 
