@@ -36,9 +36,7 @@ inline uint64_t read_once_policy() { return 0; }
 inline void load_once(void* to, const CUtensorMap* map, int column, int line, uint64_t* barrier, uint64_t) {
     if (column != 0 || line < 0 || line + map->box_rows > map->rows) fail("a box outside of its matrix");
     if (address(to) % 1024) fail("a box that is not aligned to the pattern of its swizzle");
-    for (uint32_t row = 0; row < map->box_rows; ++row)
-        for (uint32_t chunk = 0; chunk < 8; ++chunk)
-            memcpy(static_cast<unsigned char*>(to) + row * 128 + (chunk ^ row % 8) * 16, map->data + (line + row) * 128 + chunk * 16, 16);
+    write_box(static_cast<unsigned char*>(to), map, column, line);
     Barrier& own = of(barrier);
     own.bytes -= map->box_rows * 128;
     if (own.bytes < 0) fail("more bytes than were expected");

@@ -105,17 +105,10 @@ inline void fence_announced() { own_memory().unfenced = false; }
 inline uint64_t read_once_policy() { return 0; }
 inline void expect_map(const CUtensorMap*) {}
 
-// Rows that are outside of the matrix are zero, and columns.
-inline std::vector<unsigned char> box_of(const CUtensorMap* map, uint64_t column, uint64_t row) {
-    std::vector<unsigned char> box(map->box_rows * 128);
-    for (uint32_t i = 0; i < map->box_rows && row + i < map->rows; ++i)
-        for (uint32_t chunk = 0; chunk < 8 && column + chunk * 8 < map->columns; ++chunk)
-            memcpy(&box[i * 128 + (chunk ^ i % 8) * 16], map->data + ((row + i) * map->columns + column + chunk * 8) * 2, 16);
-    return box;
-}
 inline void load(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
     if (address(to) % 1024) fail("a box that is not aligned to the pattern of its swizzle");
-    std::vector<unsigned char> box = box_of(map, column, row);
+    std::vector<unsigned char> box(map->box_rows * 128);
+    write_box(box.data(), map, column, row);
     memset(to, 0xFF, box.size());
     Grid::now->later([=, block = blockIdx.x] {
         Grid::now->memory(block);
