@@ -89,12 +89,7 @@ class Layers(PlainLayers):
 
     def alone(self, linears, name):
         made = self.made(linears, name)
-        if name == "gate_up":
-            return lambda: [linears.gated(self.x, weight) for weight in made]
-        if name == "qkv":
-            return lambda: [linears.scaled(self.x, weight) for weight in made]
-        x = self.seen if name == "o" else self.wide
-        return lambda: [linears.residual(Written(x), weight, self.h, self.norm) for weight in made]
+        return lambda: [self.fused(linears, name, weight) for weight in made]
 
     def alone_by_cublas(self, name):
         x = {"o": self.seen, "gate_up": self.h, "down": self.wide, "qkv": self.h}[name]

@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from twostroke.kernels.announced import Written
 from twostroke.kernels.ops import add_rms_norm, silu_mul
 
 
@@ -28,6 +29,7 @@ class PlainLayers:
 
     Attributes:
         weights: of each product by name, one for each layer. norm: of both norms.
+        x: what goes into a fused product behind a norm, a `Scaled`; scripts that time such set it.
     """
 
     def __init__(self, shapes, eps, count):
@@ -44,6 +46,14 @@ class PlainLayers:
     def scaled_input(self):
         """The residual x the weight of the norm."""
         return (self.h.float() * self.norm.float()).to(torch.bfloat16)
+
+    def fused(self, linears, name, weight):
+        """What one product makes, of a weight that `linears` made."""
+        if name == "gate_up":
+            return linears.gated(self.x, weight)
+        if name == "qkv":
+            return linears.scaled(self.x, weight)
+        return linears.residual(Written(self.seen if name == "o" else self.wide), weight, self.h, self.norm)
 
     def cublas(self, count=None):
         """Residual and q/k/v of the last of `count` layers, by the library and the small kernels between."""

@@ -51,16 +51,9 @@ class Layers(PlainLayers):
         return made
 
     def one(self, name, weight):
-        made = self._queued(name, weight)
+        made = self.fused(self.linears, name, weight)
         self.linears.launch()
         return made
-
-    def _queued(self, name, weight):
-        if name == "gate_up":
-            return self.linears.gated(self.x, weight)
-        if name == "qkv":
-            return self.linears.scaled(self.x, weight)
-        return self.linears.residual(Written(self.seen if name == "o" else self.wide), weight, self.h, self.norm)
 
     def all_of(self, name):
         return lambda: [self.one(name, weight) for weight in self.thin[name]]
