@@ -221,3 +221,7 @@ def test_the_figures_of_the_simulator_are_those_of_its_files() -> None:
         assert f"`{benchmark}` " in page
         assert f"{abs(one['error']):.1%} too {way}, {one['tokens_per_s']:,.0f}" in page
         assert f"tokens/s for {one['measured_tokens_per_s']:,.0f}" in page
+    same = [*SIMULATED.parent.glob("simulate-rollouts-*.json"), *SIMULATED.parent.glob("simulate-article-*.json")]
+    errors = [json.loads(file.read_text())["runs"][0]["error"] for file in same]
+    assert len(errors) == 4
+    assert f"all came out too slow, by {-max(errors):.1%} to {-min(errors):.1%}" in page
