@@ -149,7 +149,7 @@ class Problem:
         processors = torch.cuda.get_device_properties().multi_processor_count
         extra = extra_programs(shape.kv_heads, processors, tiles)
         schedule = DecodeSchedule.empty(lanes, extra, torch.device("cuda"))
-        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share}
+        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share, "rounds": tiles.rounds}
         make_schedule(schedule, self.rows, self.lengths, **cut)
         workspace = DecodeWorkspace.zeros(2 * extra * shape.heads, shape.head_dim, torch.device("cuda"))
         torch.cuda.synchronize()
@@ -181,8 +181,9 @@ class Problem:
         return 1e6 * graph_seconds(chain) / LAYERS
 
     def schedule_us(self):
-        schedule = DecodeSchedule.empty(len(self.rows), 66, torch.device("cuda"))
-        cut = {"window": 0, "tile": 64, "min_share": 4}
+        extra = extra_programs(self.shape.kv_heads, torch.cuda.get_device_properties().multi_processor_count, TILES)
+        schedule = DecodeSchedule.empty(len(self.rows), extra, torch.device("cuda"))
+        cut = {"window": 0, "tile": TILES.positions, "min_share": TILES.min_share, "rounds": TILES.rounds}
         launches = range(8)
         return (
             1e6

@@ -36,15 +36,15 @@ TILE = 16
 TILES = DecodeTiles(TILE, warps=4, stages=2, programs=4, min_share=1, ahead=0)
 
 
-def records(lengths, *, extra, window=0, tile=TILE, min_share=1):
+def records(lengths, *, extra, window=0, tile=TILE, min_share=1, rounds=1):
     """Make a schedule and return the records in use, as a list of lists."""
     lane_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rows = torch.arange(100, 100 + len(lengths), dtype=torch.int32, device=DEVICE)
     schedule = DecodeSchedule.empty(len(lengths), extra, torch.device(DEVICE))
     schedule.words.fill_(-1)
-    make_schedule(schedule, rows, lane_lengths, window=window, tile=tile, min_share=min_share)
+    make_schedule(schedule, rows, lane_lengths, window=window, tile=tile, min_share=min_share, rounds=rounds)
     used = int(schedule.words[0, 0])
-    assert used <= len(lengths) + extra
+    assert used <= max(len(lengths) + extra, rounds * extra)
     return schedule.words[1 : 1 + used].tolist()
 
 
@@ -62,9 +62,10 @@ BATCHES = {
 @pytest.mark.parametrize("extra", [1, 7, 33])
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("min_share", [1, 4])
-def test_records_cut_what_each_lane_sees(lengths, extra, window, min_share):
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_records_cut_what_each_lane_sees(lengths, extra, window, min_share, rounds):
     shares = {}
-    used = records(lengths, extra=extra, window=window, min_share=min_share)
+    used = records(lengths, extra=extra, window=window, min_share=min_share, rounds=rounds)
     for place, record in enumerate(used):
         assert record[ROW] == 100 + record[LANE]
         shares.setdefault(record[LANE], []).append((place, record))
@@ -92,6 +93,23 @@ def test_work_is_shared_out_by_tokens():
     assert [record[SPLITS] for record in records(BATCHES["equal"], extra=3)] == [1] * 12
 
 
+def test_no_share_begins_when_all_others_end():
+    """60 lanes over 132 places: with shares of the mean size they would take 133, and all but one be idle meanwhile."""
+    lengths = [750 + (37 * i * i) % 1_000 for i in range(60)]
+    mean = sum(-(-(length - 1) // TILE) for length in lengths) / 132
+    used = records(lengths, extra=132, min_share=4)
+    sizes = [-(-(record[END] - record[BEGIN]) // TILE) for record in used]
+    assert 120 <= len(used) <= 132
+    assert max(sizes) <= 1.4 * mean
+
+
+def test_uneven_lanes_are_cut_into_two_rounds_of_shares_where_a_program_takes_two():
+    uneven, even = [500 + 40 * i for i in range(40)], [1_280] * 40
+    assert len(records(uneven, extra=50, rounds=1)) < 60
+    assert 90 <= len(records(uneven, extra=50, rounds=2)) <= 100
+    assert records(even, extra=50, rounds=1) == records(even, extra=50, rounds=2)
+
+
 def test_one_lane_alone_is_shared_out_over_the_gpu():
     tiles = decode_tiles((9, 0), 128, torch.bfloat16, crowded=False)
     used = records([32_000], extra=extra_programs(8, 132, tiles), tile=tiles.positions, min_share=tiles.min_share)
@@ -117,7 +135,7 @@ def run_kernel(case, keys, values, rotary, spec, workspace, *, extra):
     """Attend with a share of one tile at the least; return the output."""
     step = case.step
     schedule = DecodeSchedule.empty(step.num_lanes, extra, torch.device(DEVICE))
-    make_schedule(schedule, step.lane_rows, step.lane_lengths, window=spec.window, tile=TILE, min_share=1)
+    make_schedule(schedule, step.lane_rows, step.lane_lengths, window=spec.window, tile=TILE, min_share=1, rounds=1)
     out = torch.full(case.q.shape, NAN, device=DEVICE)
     decode_attention(
         case.q, case.k, case.v, rotary, keys, values, step.block_tables[spec.group], step.cache_slots[spec.group],

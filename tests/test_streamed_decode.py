@@ -139,7 +139,7 @@ class Streamed:
 
     def __call__(self, rotary):
         case, spec, step = self.case, self.spec, self.case.step
-        cut = {"window": spec.window, "tile": UNIT, "min_share": self.tiles.min_share}
+        cut = {"window": spec.window, "tile": UNIT, "min_share": self.tiles.min_share, "rounds": self.tiles.rounds}
         make_schedule(self.schedule, step.lane_rows, step.lane_lengths, **cut)
         out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
         self.attend(
@@ -248,7 +248,7 @@ def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest):
     case, num_blocks = make_case(spec, lengths=lengths, **options)
     rotary = random_rotary(lanes, 128, (False, False), "cuda")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=66, min_share=4)
+    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=132, min_share=4)
     first, alive = run(rotary), case.step.lane_lengths > 0
     torch.testing.assert_close(first[alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     for _ in range(200):

@@ -126,8 +126,8 @@ class TritonAttention(TritonCache):
         if lanes:
             for kind in {self._kind(layer, lanes) for layer in range(len(self.layers))}:
                 make_schedule(
-                    self._schedules[kind], step.lane_rows, step.lane_lengths,
-                    window=kind.window, tile=kind.tiles.positions, min_share=kind.tiles.min_share,
+                    self._schedules[kind], step.lane_rows, step.lane_lengths, window=kind.window,
+                    tile=kind.tiles.positions, min_share=kind.tiles.min_share, rounds=kind.tiles.rounds,
                 )  # fmt: skip
 
     def _kind(self, layer: int, lanes: int) -> _Kind:

@@ -25,6 +25,9 @@ ROW, LANE, BEGIN, END, SPLIT, SPLITS = range(6)
 """Words of a program's record: it reads the positions [BEGIN, END) of a lane's past, as number SPLIT of its SPLITS
 programs; the last of them has the newest position too. A dead lane has 0 splits, and one program."""
 
+UNEVEN = 10
+"""Tiles that the largest share may have beyond the mean before more shares pay; measured, see bench/NOTES.md."""
+
 _RECORD = tl.constexpr(RECORD)
 _ROW, _LANE, _BEGIN, _END = tl.constexpr(ROW), tl.constexpr(LANE), tl.constexpr(BEGIN), tl.constexpr(END)
 _SPLIT, _SPLITS = tl.constexpr(SPLIT), tl.constexpr(SPLITS)
@@ -34,10 +37,10 @@ class DecodeSchedule(NamedTuple):
     """What each program of a step's decode attention does, for the layers of one kind.
 
     Attributes:
-        words: int32 [1 + max_lanes + extra, RECORD]. The first word counts the records in use, which begin at line 1.
-            Longest lanes come first, so that the last programs to start are short ones, and the records of lanes
-            with several programs are the first 2 * extra at most.
-        extra: programs beside one per lane.
+        words: int32 [1 + extra + max(max_lanes, extra), RECORD]. The first word counts the records in use, which begin
+            at line 1. Longest lanes come first, so that the last programs to start are short ones, and the records of
+            lanes with several programs are the first 2 * extra at most.
+        extra: programs beside one per lane; as many as run at once.
     """
 
     words: torch.Tensor
@@ -46,19 +49,62 @@ class DecodeSchedule(NamedTuple):
     @classmethod
     def empty(cls, max_lanes: int, extra: int, device: torch.device) -> DecodeSchedule:
         """Return memory for steps of up to `max_lanes` lanes."""
-        return cls(torch.empty(1 + max_lanes + extra, RECORD, dtype=torch.int32, device=device), extra)
+        lines = 1 + extra + max(max_lanes, extra)
+        return cls(torch.empty(lines, RECORD, dtype=torch.int32, device=device), extra)
 
 
 @triton.jit
-def _cut(length, share, window, TILE: tl.constexpr):
-    """Return (first visible position, tiles before the newest position, tiles of a program, programs) of lanes."""
+def _seen(length, window, TILE: tl.constexpr):
+    """Return (first visible position, tiles before the newest position) of lanes."""
     past = tl.maximum(length - 1, 0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    tiles = tl.cdiv(past - first, TILE)
-    # Rounded to the nearest, since a share a little too large is better than one program more with a short rest.
-    wanted = tl.maximum((tiles + share // 2) // share, 1)
+    return first, tl.cdiv(past - first, TILE)
+
+
+@triton.jit
+def _cut(tiles, share, rounding):
+    """Return (tiles of a program, programs) of lanes; a `rounding` of share - 1 rounds programs up, half of it to the
+    nearest."""
+    wanted = tl.maximum((tiles + rounding) // share, 1)
     part = tl.maximum(tl.cdiv(tiles, wanted), 1)
-    return first, tiles, part, tl.maximum(tl.cdiv(tiles, part), 1)
+    return part, tl.maximum(tl.cdiv(tiles, part), 1)
+
+
+@triton.jit
+def _programs(tiles, inside, share, rounding):
+    """Return how many programs all lanes have."""
+    _, splits = _cut(tiles, share, rounding)
+    return tl.sum(tl.where(inside, splits, 0), 0)
+
+
+@triton.jit
+def _smallest_share(tiles, inside, least, programs):
+    """Return the smallest share, from `least` on, of which lanes take up to `programs`, and no share is larger."""
+    low = least
+    high = tl.maximum(tl.max(tiles, 0), least)
+    while low < high:
+        middle = (low + high) // 2
+        fits = _programs(tiles, inside, middle, middle - 1) <= programs
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    return high
+
+
+@triton.jit
+def _share_of(tiles, inside, lanes, extra, min_share, ROUNDS: tl.constexpr, UNEVEN: tl.constexpr):
+    """Return (share, rounding) by which a batch is cut, see `make_schedule`."""
+    mean = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), min_share)
+    # Rounded to the nearest, since a share a little too large is better than one program more with a short rest.
+    share, rounding = mean, mean // 2
+    if lanes <= extra:
+        even = _smallest_share(tiles, inside, mean, extra)
+        if (even - tl.sum(tiles, 0) // _programs(tiles, inside, even, even - 1) > UNEVEN) & (ROUNDS == 2):
+            half = tl.maximum(tl.cdiv(tl.sum(tiles, 0), 2 * extra), min_share)
+            share = _smallest_share(tiles, inside, half, 2 * extra)
+            rounding = share - 1
+        elif 2 * even <= 3 * mean:
+            share, rounding = even, even - 1
+    return share, rounding
 
 
 @triton.jit(
@@ -76,6 +122,8 @@ def schedule_kernel(
     TILE: tl.constexpr,
     LANES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    UNEVEN: tl.constexpr,
 ):
     """One program writes the records of `BLOCK` lanes; each reads the lengths of all."""
     other = tl.arange(0, LANES_PAD)
@@ -85,11 +133,13 @@ def schedule_kernel(
     length = tl.load(lane_lengths_ptr + lane, mask=inside, other=0)
     row = tl.load(lane_rows_ptr + lane, mask=inside, other=0)
 
-    _, all_tiles, _, _ = _cut(lengths, 1, window, TILE)
-    share = tl.maximum(tl.cdiv(tl.sum(all_tiles, 0), extra), min_share)
-    _, _, _, all_splits = _cut(lengths, share, window, TILE)
-    all_splits = tl.where(other < lanes, all_splits, 0)
-    first, tiles, part, splits = _cut(length, share, window, TILE)
+    all_inside = other < lanes
+    _, all_tiles = _seen(lengths, window, TILE)
+    share, rounding = _share_of(all_tiles, all_inside, lanes, extra, min_share, ROUNDS, UNEVEN)
+    _, all_splits = _cut(all_tiles, share, rounding)
+    all_splits = tl.where(all_inside, all_splits, 0)
+    first, tiles = _seen(length, window, TILE)
+    part, splits = _cut(tiles, share, rounding)
     longer = all_tiles[None, :] > tiles[:, None]
     as_long = (all_tiles[None, :] == tiles[:, None]) & (other[None, :] < lane[:, None])
     place = tl.sum(tl.where(longer | as_long, all_splits[None, :], 0), 1)
@@ -117,8 +167,13 @@ def make_schedule(
     window: int,
     tile: int,
     min_share: int,
+    rounds: int,
 ) -> None:
     """Write the schedule of a step.
+
+    Lanes are cut into shares of about the mean: what each of the programs that run at once would take. No more lanes
+    than run at once are cut into no more shares either, since one more would begin when the others end. Where this
+    leaves some much longer, and a program may take two, they are cut into up to twice as many.
 
     Args:
         schedule: its words are overwritten.
@@ -127,11 +182,12 @@ def make_schedule(
         window: newest positions that are visible; 0 is all.
         tile: positions of a tile.
         min_share: tiles of a program at the least, where a lane has several.
+        rounds: 1, or 2 if a program that is done takes another share.
     """
     lanes = lane_rows.shape[0]
     pad = next_power_of_2(lanes)
     block = max(1, min(pad, 8192 // pad))
     schedule_kernel[(cdiv(lanes, block),)](
         lane_rows, lane_lengths, schedule.words, lanes, schedule.extra, window, min_share,
-        TILE=tile, LANES_PAD=pad, BLOCK=block,
+        TILE=tile, LANES_PAD=pad, BLOCK=block, ROUNDS=rounds, UNEVEN=UNEVEN,
     )  # fmt: skip

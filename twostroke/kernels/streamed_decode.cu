@@ -21,8 +21,8 @@ Choice of() {
 
 // `stages` is that of units of 128 numbers; smaller ones are as many more.
 Choice choose(int dim, int stages) {
-    if (dim == 128 && stages == 6) return of<128, 6>();
-    if (dim == 64 && stages == 6) return of<64, 12>();
+    if (dim == 128 && stages == 2) return of<128, 2>();
+    if (dim == 64 && stages == 2) return of<64, 4>();
     return {nullptr, 0};
 }
 

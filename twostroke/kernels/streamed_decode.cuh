@@ -7,7 +7,8 @@
 //     ahead.
 //   * A unit is 16 positions of a kv head. Its scores are a product of 16 positions x 8 query heads, so a group of up to 8
 //     fills it without the padding that a product of 16 query heads has.
-//   * One block of four warps runs on each multiprocessor: twice as many streams would find fewer rows of the memory open.
+//   * One block of eight warps runs on each multiprocessor, and each asks for one unit while it works on another: more warps
+//     leave less of the device idle when the last shares end, more units would only wait for each other.
 // Who takes which share may differ from run to run; what a share gives, and the order in which shares are added up, may not.
 
 #pragma once
@@ -22,7 +23,7 @@
 
 namespace {
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 8;
 constexpr int RECORD = 8, ROW = 0, LANE = 1, BEGIN = 2, END = 3, SPLIT = 4, SPLITS = 5;  // see decode_schedule.py
 
 struct Attention {

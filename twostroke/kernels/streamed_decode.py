@@ -18,8 +18,8 @@ UNIT = 16
 MAX_GROUP = 8
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
-WARPS = 4
-TILES = DecodeTiles(UNIT, warps=WARPS, stages=6, programs=WARPS, min_share=4, ahead=0)
+WARPS = 8
+TILES = DecodeTiles(UNIT, warps=WARPS, stages=2, programs=WARPS, min_share=4, ahead=0, rounds=2)
 """How work is cut: shares of units, one per warp; measured, see bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
