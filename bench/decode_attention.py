@@ -29,7 +29,7 @@ from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
 from twostroke.kernels.ops import Rotary
 from twostroke.kernels.paged_decode import DecodeWorkspace, decode_attention, decode_tiles, extra_programs, is_crowded
 from twostroke.kernels.rotary_write import rotate_and_write
-from twostroke.kernels.streamed_decode import TILES, StreamedDecode
+from twostroke.kernels.streamed_decode import StreamedDecode, streamed_tiles
 
 BLOCK, LAYERS = 16, 6
 
@@ -92,6 +92,7 @@ class Problem:
         crowded = is_crowded(lanes, shape.kv_heads, processors)
         capability = torch.cuda.get_device_capability()
         self.tiles = decode_tiles(capability, shape.head_dim, torch.bfloat16, crowded=crowded)
+        self.streamed_tiles = streamed_tiles(lanes, shape.kv_heads, processors)
         counts = [-(-n // BLOCK) for n in lengths]
         free = (1 + torch.randperm(self.blocks - 1)).int()
         table = torch.zeros(lanes, max(counts), dtype=torch.int32)
@@ -141,7 +142,7 @@ class Problem:
 
     def streamed(self, early):
         """Return the same by the kernel in CUDA C++."""
-        return self.new(TILES, early, StreamedDecode(torch.device("cuda")))
+        return self.new(self.streamed_tiles, early, StreamedDecode(torch.device("cuda")))
 
     def new(self, tiles, early, attend=decode_attention):
         """Return the same by one kernel, its schedule made."""
@@ -181,15 +182,13 @@ class Problem:
         return 1e6 * graph_seconds(chain) / LAYERS
 
     def schedule_us(self):
-        extra = extra_programs(self.shape.kv_heads, torch.cuda.get_device_properties().multi_processor_count, TILES)
+        tiles, launches = self.streamed_tiles, range(8)
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        extra = extra_programs(self.shape.kv_heads, processors, tiles)
         schedule = DecodeSchedule.empty(len(self.rows), extra, torch.device("cuda"))
-        cut = {"window": 0, "tile": TILES.positions, "min_share": TILES.min_share, "rounds": TILES.rounds}
-        launches = range(8)
-        return (
-            1e6
-            * graph_seconds(lambda: [make_schedule(schedule, self.rows, self.lengths, **cut) for _ in launches])
-            / len(launches)
-        )
+        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share, "rounds": tiles.rounds}
+        work = lambda: [make_schedule(schedule, self.rows, self.lengths, **cut) for _ in launches]  # noqa: E731
+        return 1e6 * graph_seconds(work) / len(launches)
 
     def error(self, work):
         """Norm of the difference to the three launches, over the norm."""

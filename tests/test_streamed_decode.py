@@ -21,7 +21,7 @@ from twostroke.attention.torch_backend import TorchAttention
 from twostroke.kernels import ops, streamed_decode
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.ops import Rotary
-from twostroke.kernels.streamed_decode import TILES, UNIT, StreamedDecode
+from twostroke.kernels.streamed_decode import EIGHT_WARPS, FOUR_WARPS, UNIT, StreamedDecode, streamed_tiles
 
 pytest.importorskip("triton")
 
@@ -76,6 +76,14 @@ def test_shapes_that_fit():
     assert not fits(dtype=torch.float32)
 
 
+def test_four_warps_take_lanes_that_are_nearly_as_many_shares_as_eight_warps_a_multiprocessor():
+    lanes = {
+        tiles: [n for n in range(1, 300) if streamed_tiles(n, 8, 132) == tiles] for tiles in (EIGHT_WARPS, FOUR_WARPS)
+    }
+    assert lanes[FOUR_WARPS] == list(range(106, 133))
+    assert len(lanes[EIGHT_WARPS]) == 299 - 27
+
+
 def test_a_missing_compiler_leaves_the_kernel_in_triton_and_says_so(monkeypatch, caplog):
     def missing(*_):
         raise CompilerMissing("no CUDA compiler (nvcc) was found")
@@ -126,11 +134,11 @@ def plain(case, spec, num_blocks, block_size, rotary):
 class Streamed:
     """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
-    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1):
+    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1, tiles=EIGHT_WARPS):
         device = case.q.device
         self.attend, self.case, self.spec = attend, case, spec
         self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, device)
-        self.tiles = TILES._replace(min_share=min_share)
+        self.tiles = tiles._replace(min_share=min_share)
         self.workspace = DecodeWorkspace.zeros(2 * extra * spec.heads, spec.head_dim, device)
         self.workspace.partial.fill_(NAN)
         self.workspace.log_sum.fill_(NAN)
@@ -167,7 +175,10 @@ LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
     ],
 )
 @pytest.mark.parametrize("norms", [None, (False, False), (True, True), (False, True)])
-def test_equals_rotating_writing_and_attending(launcher, where, kv_heads, group, head_dim, block_size, window, norms):
+@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+def test_equals_rotating_writing_and_attending(
+    launcher, where, kv_heads, group, head_dim, block_size, window, norms, tiles
+):
     """F09, F10 among it: dead lanes write nothing and come out as zeros, whatever lies in the cache."""
     torch.manual_seed(0)
     spec = LayerSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, group=1)
@@ -176,7 +187,7 @@ def test_equals_rotating_writing_and_attending(launcher, where, kv_heads, group,
     rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms, where)
     keys, values, expected = plain(case, spec, num_blocks, block_size, rotary)
     inputs = [x.clone() for x in (case.q, case.k, case.v)]
-    run = Streamed(launcher(where), case, spec, num_blocks, block_size, extra=9)
+    run = Streamed(launcher(where), case, spec, num_blocks, block_size, extra=9, tiles=tiles)
     first = run(rotary)
     torch.testing.assert_close(run.cache.keys[0][1:].float(), keys[1:], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(run.cache.values[0][1:].float(), values[1:], rtol=0, atol=0, equal_nan=True)
@@ -218,7 +229,8 @@ def test_a_share_of_many_blocks(launcher, block_size):
 
 
 @emulated
-def test_who_takes_which_share_changes_nothing(launcher, emulation):
+@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
     """Warps one after the other, from the first or from the last: each takes all shares that are left."""
     spec = LayerSpec(8, 4, 128, 128**-0.5)
     lengths = [(37 * i * i) % 190 for i in range(14)]
@@ -226,11 +238,11 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation):
     case, num_blocks = make_case(spec, lengths=lengths, **options)
     rotary = random_rotary(len(lengths), 128, (False, False), "cpu")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=5, min_share=4)
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=5, min_share=4, tiles=tiles)
     outs, backwards = [], ctypes.c_int.in_dll(emulation, "backwards")
     for backwards.value in (0, 1, 0):
         outs.append(run(rotary))
-    assert 4 * int(run.schedule.words[0, 0]) > 4 * EMULATED_BLOCKS * streamed_decode.WARPS / 2
+    assert 4 * int(run.schedule.words[0, 0]) > EMULATED_BLOCKS * tiles.warps
     alive = case.step.lane_lengths > 0
     torch.testing.assert_close(outs[0][alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     assert torch.equal(outs[1], outs[0])
@@ -240,7 +252,8 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("lanes", "longest"), [(20, 1_900), (300, 300)])
-def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest):
+@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest, tiles):
     """More shares than warps, and rings that are used again many times."""
     spec = LayerSpec(32, 8, 128, 128**-0.5)
     lengths = [(37 * i * i) % longest for i in range(lanes)]
@@ -248,7 +261,7 @@ def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest):
     case, num_blocks = make_case(spec, lengths=lengths, **options)
     rotary = random_rotary(lanes, 128, (False, False), "cuda")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
-    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=132, min_share=4)
+    run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=132, min_share=4, tiles=tiles)
     first, alive = run(rotary), case.step.lane_lengths > 0
     torch.testing.assert_close(first[alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
     for _ in range(200):

@@ -10,15 +10,16 @@ namespace {
 
 alignas(1024) uint8_t raw[1 << 18];
 
-template <int DIM, int STAGES>
+template <int DIM, int WARPS, int STAGES>
 int run(const Attention& attention, int blocks, bool backwards) {
+    using S = Shape<DIM, WARPS, STAGES>;
     gridDim.x = blocks;
-    static_assert(sizeof(Shared<Shape<DIM, STAGES>>) + 1024 <= sizeof raw);
+    static_assert(sizeof(Shared<S>) + 1024 <= sizeof raw);
     memset(raw, 0xFF, sizeof raw);  // NaN
     for (int i = 0; i < blocks * WARPS; ++i) {
         int warp = backwards ? blocks * WARPS - 1 - i : i;
         blockIdx.x = warp / WARPS;
-        if (!Warp::run(warp % WARPS, [&] { streamed_decode<Shape<DIM, STAGES>>(attention); })) return 1;
+        if (!Warp::run(warp % WARPS, [&] { streamed_decode<S>(attention); })) return 1;
     }
     return 0;
 }
@@ -36,11 +37,13 @@ int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_li
     return 0;
 }
 
-int launch_attention(const void* given, int dim, int stages, int blocks, int, void*) {
+int launch_attention(const void* given, int dim, int warps, int stages, int blocks, int, void*) {
     const Attention& attention = *static_cast<const Attention*>(given);
     shared_memory = raw;
-    if (dim == 128 && stages == 2) return run<128, 2>(attention, blocks, backwards);
-    if (dim == 64 && stages == 2) return run<64, 4>(attention, blocks, backwards);
+    if (dim == 128 && warps == 8 && stages == 2) return run<128, 8, 2>(attention, blocks, backwards);
+    if (dim == 128 && warps == 4 && stages == 6) return run<128, 4, 6>(attention, blocks, backwards);
+    if (dim == 64 && warps == 8 && stages == 2) return run<64, 8, 4>(attention, blocks, backwards);
+    if (dim == 64 && warps == 4 && stages == 6) return run<64, 4, 12>(attention, blocks, backwards);
     return 1;
 }
 }

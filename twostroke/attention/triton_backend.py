@@ -24,8 +24,7 @@ from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
 from ..kernels.streamed_decode import CAPABILITY as STREAMED_CAPABILITY
-from ..kernels.streamed_decode import TILES as STREAMED_TILES
-from ..kernels.streamed_decode import StreamedDecode
+from ..kernels.streamed_decode import StreamedDecode, streamed_tiles
 from .interface import LayerSpec
 from .triton_cache import TritonCache
 
@@ -64,25 +63,15 @@ class TritonAttention(TritonCache):
     ) -> None:
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.max_lanes = max_lanes
-        capability, processors = _device_facts(device)
+        self._capability, self._processors = _device_facts(device)
         # Programmatic dependent launch; see `decode_attention`.
-        self._early = device.type == "cuda" and capability >= (9, 0)
+        self._early = device.type == "cuda" and self._capability >= (9, 0)
         self._prefill = [
-            prefill_tiles(capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
+            prefill_tiles(self._capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
         ]
-        self._processors = processors
-
-        streamed = _streamed_for(layers, block_size, dtype, device, capability)
-
-        def kind_of(spec: LayerSpec, crowded: bool) -> _Kind:
-            tiles = decode_tiles(capability, spec.head_dim, dtype, crowded=crowded)
-            attend: Callable[..., None] = decode_attention
-            if streamed is not None and _is_streamed(spec, block_size, dtype):
-                tiles, attend = STREAMED_TILES, streamed
-            return _Kind(spec.window, extra_programs(spec.kv_heads, processors, tiles), tiles, attend)
-
-        self._kinds = [tuple(kind_of(spec, crowded) for crowded in (False, True)) for spec in layers]
-        kinds = {kind for both in self._kinds for kind in both}
+        self._dtype = dtype
+        self._streamed = _streamed_for(layers, block_size, dtype, device, self._capability)
+        kinds = {self._kind(spec, lanes) for spec in dict.fromkeys(layers) for lanes in range(1, max_lanes + 1)}
         self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in kinds}
         results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
@@ -106,7 +95,8 @@ class TritonAttention(TritonCache):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lanes = step.num_lanes
         if lanes:
-            spec, kind = self.layers[layer], self._kind(layer, lanes)
+            spec = self.layers[layer]
+            kind = self._kind(spec, lanes)
             kind.attend(
                 q[:lanes], k[:lanes], v[:lanes], rotary, self.keys[layer], self.values[layer],
                 step.block_tables[spec.group], step.cache_slots[spec.group], self._schedules[kind], out,
@@ -124,14 +114,20 @@ class TritonAttention(TritonCache):
             raise ValueError(f"a step of {lanes} lanes: the schedules were made for max_lanes={self.max_lanes}")
         self._step = step
         if lanes:
-            for kind in {self._kind(layer, lanes) for layer in range(len(self.layers))}:
+            for kind in {self._kind(spec, lanes) for spec in self.layers}:
                 make_schedule(
                     self._schedules[kind], step.lane_rows, step.lane_lengths, window=kind.window,
                     tile=kind.tiles.positions, min_share=kind.tiles.min_share, rounds=kind.tiles.rounds,
                 )  # fmt: skip
 
-    def _kind(self, layer: int, lanes: int) -> _Kind:
-        return self._kinds[layer][is_crowded(lanes, self.layers[layer].kv_heads, self._processors)]
+    def _kind(self, spec: LayerSpec, lanes: int) -> _Kind:
+        attend: Callable[..., None] = decode_attention
+        if self._streamed is not None and _is_streamed(spec, self.block_size, self._dtype):
+            tiles, attend = streamed_tiles(lanes, spec.kv_heads, self._processors), self._streamed
+        else:
+            crowded = is_crowded(lanes, spec.kv_heads, self._processors)
+            tiles = decode_tiles(self._capability, spec.head_dim, self._dtype, crowded=crowded)
+        return _Kind(spec.window, extra_programs(spec.kv_heads, self._processors, tiles), tiles, attend)
 
     def _attend_chunks(
         self,

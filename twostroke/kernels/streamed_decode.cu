@@ -13,16 +13,18 @@ struct Choice {
     int bytes;
 };
 
-template <int DIM, int STAGES>
+template <int DIM, int WARPS, int STAGES>
 Choice of() {
-    using S = Shape<DIM, STAGES>;
+    using S = Shape<DIM, WARPS, STAGES>;
     return {streamed_decode<S>, sizeof(Shared<S>) + 1024};
 }
 
 // `stages` is that of units of 128 numbers; smaller ones are as many more.
-Choice choose(int dim, int stages) {
-    if (dim == 128 && stages == 2) return of<128, 2>();
-    if (dim == 64 && stages == 2) return of<64, 4>();
+Choice choose(int dim, int warps, int stages) {
+    if (dim == 128 && warps == 8 && stages == 2) return of<128, 8, 2>();
+    if (dim == 128 && warps == 4 && stages == 6) return of<128, 4, 6>();
+    if (dim == 64 && warps == 8 && stages == 2) return of<64, 8, 4>();
+    if (dim == 64 && warps == 4 && stages == 6) return of<64, 4, 12>();
     return {nullptr, 0};
 }
 
@@ -39,8 +41,8 @@ int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_li
 
 // Queue the attention of a layer's lanes by `blocks` blocks; if `early`, it may start before the kernel ahead of it has ended.
 // Returns a cudaError_t.
-int launch_attention(const void* given, int dim, int stages, int blocks, int early, cudaStream_t stream) {
-    Choice choice = choose(dim, stages);
+int launch_attention(const void* given, int dim, int warps, int stages, int blocks, int early, cudaStream_t stream) {
+    Choice choice = choose(dim, warps, stages);
     if (choice.kernel == nullptr) return cudaErrorInvalidValue;
     cudaError_t error = cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, choice.bytes);
     if (error != cudaSuccess) return error;
@@ -48,7 +50,7 @@ int launch_attention(const void* given, int dim, int stages, int blocks, int ear
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = blocks, config.blockDim = 32 * WARPS, config.dynamicSmemBytes = choice.bytes;
+    config.gridDim = blocks, config.blockDim = 32 * warps, config.dynamicSmemBytes = choice.bytes;
     config.stream = stream, config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
     return cudaLaunchKernelEx(&config, choice.kernel, *static_cast<const Attention*>(given));
 }

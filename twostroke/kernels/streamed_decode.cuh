@@ -7,8 +7,8 @@
 //     ahead.
 //   * A unit is 16 positions of a kv head. Its scores are a product of 16 positions x 8 query heads, so a group of up to 8
 //     fills it without the padding that a product of 16 query heads has.
-//   * One block of eight warps runs on each multiprocessor, and each asks for one unit while it works on another: more warps
-//     leave less of the device idle when the last shares end, more units would only wait for each other.
+//   * One block runs on each multiprocessor. Eight warps that each ask for one unit while they work on another leave less of
+//     the device idle when the last shares end than four with longer rings; four suit as many shares as eight warps would be.
 // Who takes which share may differ from run to run; what a share gives, and the order in which shares are added up, may not.
 
 #pragma once
@@ -23,7 +23,6 @@
 
 namespace {
 
-constexpr int WARPS = 8;
 constexpr int RECORD = 8, ROW = 0, LANE = 1, BEGIN = 2, END = 3, SPLIT = 4, SPLITS = 5;  // see decode_schedule.py
 
 struct Attention {
@@ -45,17 +44,17 @@ struct Attention {
     __nv_bfloat16* out;
 };
 
-template <int DIM_, int STAGES_>
+template <int DIM_, int WARPS_, int STAGES_>
 struct Shape {
-    static constexpr int DIM = DIM_, STAGES = STAGES_;
+    static constexpr int DIM = DIM_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int LINES = DIM / 64;  // of 128 bytes, of a position
     static constexpr int UNIT_BYTES = UNIT * DIM * 2;
 };
 
 template <class S>
 struct Shared {
-    uint8_t keys[WARPS][S::STAGES][S::UNIT_BYTES], values[WARPS][S::STAGES][S::UNIT_BYTES];
-    uint64_t full[WARPS][S::STAGES];
+    uint8_t keys[S::WARPS][S::STAGES][S::UNIT_BYTES], values[S::WARPS][S::STAGES][S::UNIT_BYTES];
+    uint64_t full[S::WARPS][S::STAGES];
 };
 
 // What a warp works on: a record of the schedule, for one kv head. Its words come in the first threads.
@@ -256,7 +255,7 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
     __syncwarp();
     Places<S::DIM> places(thread);
     // A warp's first two tickets are given: those with the longest first shares get the shortest second ones.
-    int warps = gridDim.x * WARPS, ticket = blockIdx.x * WARPS + warp, next_ticket = 2 * warps - 1 - ticket;
+    int warps = gridDim.x * S::WARPS, ticket = blockIdx.x * S::WARPS + warp, next_ticket = 2 * warps - 1 - ticket;
     int word = Share::load(a, ticket, thread), shares = *a.schedule * a.kv_heads, stage = 0;
     uint32_t parity = 0;
     Share share(a, ticket, word);

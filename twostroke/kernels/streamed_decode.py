@@ -18,14 +18,24 @@ UNIT = 16
 MAX_GROUP = 8
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
-WARPS = 8
-TILES = DecodeTiles(UNIT, warps=WARPS, stages=2, programs=WARPS, min_share=4, ahead=0, rounds=2)
+EIGHT_WARPS = DecodeTiles(UNIT, warps=8, stages=2, programs=8, min_share=4, ahead=0, rounds=2)
+FOUR_WARPS = DecodeTiles(UNIT, warps=4, stages=6, programs=4, min_share=4, ahead=0, rounds=2)
 """How work is cut: shares of units, one per warp; measured, see bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TARGET = "90a"
 _LINE = 64
 """Numbers of a line in shared memory."""
+
+
+def streamed_tiles(lanes: int, kv_heads: int, processors: int) -> DecodeTiles:
+    """Return the tiles for so many lanes.
+
+    Four warps take lanes that are nearly as many shares as there would be eight warps: two each, a long one and a short
+    one, where each of eight would have one, and those with long ones be left alone in the end.
+    """
+    shares, warps = lanes * kv_heads, EIGHT_WARPS.warps * processors
+    return FOUR_WARPS if 0.8 * warps < shares <= warps else EIGHT_WARPS
 
 
 class _Attention(ctypes.Structure):
@@ -85,7 +95,7 @@ class StreamedDecode:
         tiles: DecodeTiles,
         early: bool = False,
     ) -> None:
-        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are `TILES`."""
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are of `streamed_tiles`."""
         kv_heads, block_size, head_dim = keys.shape[1:]
         given = zeroed(_Attention)
         given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
@@ -105,7 +115,7 @@ class StreamedDecode:
         for field, cache in ((_Attention.keys, keys), (_Attention.values, values)):
             self._describe(given, field.offset, cache)
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        shape = (head_dim, tiles.stages, self._processors, int(early))
+        shape = (head_dim, tiles.warps, tiles.stages, self._processors, int(early))
         check(self._library.launch_attention(ctypes.byref(given), *shape, stream), "streamed_decode: launch")
 
     def _describe(self, given: _Attention, offset: int, cache: torch.Tensor) -> None:
