@@ -21,7 +21,7 @@ from twostroke.attention.torch_backend import TorchAttention
 from twostroke.kernels import ops, streamed_decode
 from twostroke.kernels.compiler import CompilerMissing
 from twostroke.kernels.ops import Rotary
-from twostroke.kernels.streamed_decode import EIGHT_WARPS, FOUR_WARPS, UNIT, StreamedDecode, streamed_tiles
+from twostroke.kernels.streamed_decode import TILES, UNIT, StreamedDecode, streamed_tiles
 
 pytest.importorskip("triton")
 
@@ -33,6 +33,7 @@ from twostroke.kernels.paged_decode import DecodeWorkspace
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 NAN = float("nan")
+WARPS = [f"{tiles.warps} warps" for tiles in TILES]
 EMULATED_BLOCKS = 2
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
@@ -76,12 +77,9 @@ def test_shapes_that_fit():
     assert not fits(dtype=torch.float32)
 
 
-def test_four_warps_take_lanes_that_are_nearly_as_many_shares_as_eight_warps_a_multiprocessor():
-    lanes = {
-        tiles: [n for n in range(1, 300) if streamed_tiles(n, 8, 132) == tiles] for tiles in (EIGHT_WARPS, FOUR_WARPS)
-    }
-    assert lanes[FOUR_WARPS] == list(range(106, 133))
-    assert len(lanes[EIGHT_WARPS]) == 299 - 27
+def test_lanes_that_are_about_a_share_for_each_warp_get_fewer_warps():
+    lanes = {warps: [n for n in range(1, 300) if streamed_tiles(n, 8, 132).warps == warps] for warps in (4, 6, 8)}
+    assert lanes == {4: [*range(106, 133)], 6: [*range(133, 199)], 8: [*range(1, 106), *range(199, 300)]}
 
 
 def test_a_missing_compiler_leaves_the_kernel_in_triton_and_says_so(monkeypatch, caplog):
@@ -134,7 +132,7 @@ def plain(case, spec, num_blocks, block_size, rotary):
 class Streamed:
     """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
-    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1, tiles=EIGHT_WARPS):
+    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1, tiles=TILES[-1]):
         device = case.q.device
         self.attend, self.case, self.spec = attend, case, spec
         self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, device)
@@ -175,7 +173,7 @@ LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
     ],
 )
 @pytest.mark.parametrize("norms", [None, (False, False), (True, True), (False, True)])
-@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+@pytest.mark.parametrize("tiles", TILES, ids=WARPS)
 def test_equals_rotating_writing_and_attending(
     launcher, where, kv_heads, group, head_dim, block_size, window, norms, tiles
 ):
@@ -229,7 +227,7 @@ def test_a_share_of_many_blocks(launcher, block_size):
 
 
 @emulated
-@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+@pytest.mark.parametrize("tiles", TILES, ids=WARPS)
 def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
     """Warps one after the other, from the first or from the last: each takes all shares that are left."""
     spec = LayerSpec(8, 4, 128, 128**-0.5)
@@ -252,7 +250,7 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize(("lanes", "longest"), [(20, 1_900), (300, 300)])
-@pytest.mark.parametrize("tiles", [EIGHT_WARPS, FOUR_WARPS], ids=["eight", "four"])
+@pytest.mark.parametrize("tiles", TILES, ids=WARPS)
 def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest, tiles):
     """More shares than warps, and rings that are used again many times."""
     spec = LayerSpec(32, 8, 128, 128**-0.5)

@@ -41,8 +41,10 @@ int launch_attention(const void* given, int dim, int warps, int stages, int bloc
     const Attention& attention = *static_cast<const Attention*>(given);
     shared_memory = raw;
     if (dim == 128 && warps == 8 && stages == 2) return run<128, 8, 2>(attention, blocks, backwards);
+    if (dim == 128 && warps == 6 && stages == 3) return run<128, 6, 3>(attention, blocks, backwards);
     if (dim == 128 && warps == 4 && stages == 6) return run<128, 4, 6>(attention, blocks, backwards);
     if (dim == 64 && warps == 8 && stages == 2) return run<64, 8, 4>(attention, blocks, backwards);
+    if (dim == 64 && warps == 6 && stages == 3) return run<64, 6, 6>(attention, blocks, backwards);
     if (dim == 64 && warps == 4 && stages == 6) return run<64, 4, 12>(attention, blocks, backwards);
     return 1;
 }

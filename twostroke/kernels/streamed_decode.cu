@@ -22,8 +22,10 @@ Choice of() {
 // `stages` is that of units of 128 numbers; smaller ones are as many more.
 Choice choose(int dim, int warps, int stages) {
     if (dim == 128 && warps == 8 && stages == 2) return of<128, 8, 2>();
+    if (dim == 128 && warps == 6 && stages == 3) return of<128, 6, 3>();
     if (dim == 128 && warps == 4 && stages == 6) return of<128, 4, 6>();
     if (dim == 64 && warps == 8 && stages == 2) return of<64, 8, 4>();
+    if (dim == 64 && warps == 6 && stages == 3) return of<64, 6, 6>();
     if (dim == 64 && warps == 4 && stages == 6) return of<64, 4, 12>();
     return {nullptr, 0};
 }

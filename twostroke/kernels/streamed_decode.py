@@ -18,8 +18,10 @@ UNIT = 16
 MAX_GROUP = 8
 HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
-EIGHT_WARPS = DecodeTiles(UNIT, warps=8, stages=2, programs=8, min_share=4, ahead=0, rounds=2)
-FOUR_WARPS = DecodeTiles(UNIT, warps=4, stages=6, programs=4, min_share=4, ahead=0, rounds=2)
+TILES = tuple(
+    DecodeTiles(UNIT, warps=warps, stages=stages, programs=warps, min_share=4, ahead=0, rounds=2)
+    for warps, stages in ((4, 6), (6, 3), (8, 2))
+)
 """How work is cut: shares of units, one per warp; measured, see bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -29,13 +31,15 @@ _LINE = 64
 
 
 def streamed_tiles(lanes: int, kv_heads: int, processors: int) -> DecodeTiles:
-    """Return the tiles for so many lanes.
+    """Return those of `TILES` for so many lanes.
 
-    Four warps take lanes that are nearly as many shares as there would be eight warps: two each, a long one and a short
-    one, where each of eight would have one, and those with long ones be left alone in the end.
+    Lanes that are nearly one share for each of eight warps, or a few more, would leave warps with long ones alone in
+    the end. They get as few warps as have two each, a long one and a short one.
     """
-    shares, warps = lanes * kv_heads, EIGHT_WARPS.warps * processors
-    return FOUR_WARPS if 0.8 * warps < shares <= warps else EIGHT_WARPS
+    shares, most = lanes * kv_heads, TILES[-1]
+    if shares <= 0.8 * most.warps * processors:
+        return most
+    return next((tiles for tiles in TILES if shares <= 2 * tiles.warps * processors), most)
 
 
 class _Attention(ctypes.Structure):
@@ -95,7 +99,7 @@ class StreamedDecode:
         tiles: DecodeTiles,
         early: bool = False,
     ) -> None:
-        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are of `streamed_tiles`."""
+        """Do what `paged_decode.decode_attention` does, with the same arguments; `tiles` are of `TILES`."""
         kv_heads, block_size, head_dim = keys.shape[1:]
         given = zeroed(_Attention)
         given.kv_heads, given.group, given.block_units = kv_heads, q.shape[1] // kv_heads, block_size // UNIT
