@@ -240,7 +240,14 @@ def test_one_of_many_threads_makes_chains(library, monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "gated", "tile"),
-    [(4096, False, 64), (28672, True, 64), (6144, False, 48), (7392, False, 56), (7392, True, 64)],
+    [
+        (4096, False, 64),
+        (28672, True, 64),
+        (6144, False, 48),
+        (7392, False, 56),
+        (7392, True, 64),
+        (128256, False, 64),
+    ],
 )
 def test_tiles_give_clusters_about_as_much_to_do(library, rows, gated, tile):
     linears = ThinLinears(CPU, EPS)

@@ -22,7 +22,7 @@ SLICE = 128
 CLUSTER = 2
 MIN_COLUMNS = SLICE * CLUSTER
 TILES = (64, 56, 48, 40, 32)
-"""Rows that a tile may have."""
+"""Rows that a tile may have. Each tile reads all of the input, so the more the better."""
 MOST_PRODUCTS = 4
 """In a chain."""
 
@@ -254,9 +254,10 @@ class ThinLinears:
         return ThinWeight(weight, bias, epilogue, tile, tiles)
 
     def _tile(self, rows: int, multiple: int) -> int:
-        """Return the rows of a tile, such that the cluster with most rows has fewest; of equals the largest."""
+        """Return the rows of a tile: most, such that no cluster has 5% more rows than the best choice leaves it."""
         tiles = [tile for tile in TILES if tile % multiple == 0]
-        return min(tiles, key=lambda tile: math.ceil(math.ceil(rows / tile) / self._clusters) * tile)
+        most_rows = [math.ceil(math.ceil(rows / tile) / self._clusters) * tile for tile in tiles]
+        return next(tile for tile, most in zip(tiles, most_rows, strict=True) if most <= 1.05 * min(most_rows))
 
     def _clusters_at_once(self) -> int:
         """Return how many pairs of blocks run at once."""
