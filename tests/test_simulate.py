@@ -1,6 +1,8 @@
 """The simulator: exact in cases that can be done by hand, and true to the engine's own loops."""
 
 from collections import deque
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -120,20 +122,27 @@ def test_a_bound_on_prompts_is_learned_from_simulated_times() -> None:
 # The step's time
 
 
-def test_a_roofline_is_the_larger_time_of_products_plus_that_of_attention() -> None:
-    time = StepTime(Cost(weight_bytes=100, kv_bytes=2, token_flop=30.0, attention_flop=1.0), 10.0, 100.0)
-    assert time.roofline(decode_work(8, 50)) == pytest.approx((100 / 10 + 2 * 50 / 10, 0.0))
-    assert time.roofline(decode_work(80, 50)) == pytest.approx((2 * 50 / 10, 30 * 80 / 100))
-    assert time.roofline(Work(tokens=8, positions=10, pairs=900)) == pytest.approx((100 / 10, 900 / 100))
-    assert time.roofline(Work(tokens=80, positions=10, pairs=900)) == pytest.approx((0.0, 30 * 80 / 100 + 900 / 100))
+def test_a_roofline_is_that_of_products_plus_that_of_attention() -> None:
+    """Each takes the root of both squares, which is due to reading and computing as the squares are."""
+    time = StepTime(Cost(weight_bytes=300, kv_bytes=2, token_flop=50.0, attention_flop=1.0), 10.0, 100.0)
+    assert time.roofline(decode_work(80, 0)) == pytest.approx((30 * 30 / 50, 40 * 40 / 50))
+    assert time.roofline(Work(tokens=0, positions=60, pairs=500)) == pytest.approx((30 + 12 * 12 / 13, 5 * 5 / 13))
+    assert time.roofline(Work(tokens=80, positions=60, pairs=500)) == pytest.approx((18 + 144 / 13, 32 + 25 / 13))
+    nothing = StepTime(Cost(0, 0, 0.0, 0.0), 10.0, 100.0)
+    assert nothing.roofline(decode_work(8, 50)) == (0.0, 0.0)
+
+
+def test_a_roofline_has_no_jump_where_reading_and_computing_are_alike() -> None:
+    time = StepTime(Cost(weight_bytes=1e10, kv_bytes=0, token_flop=1e10, attention_flop=0.0), 4e12, 7e14)
+    slower = replace(time, compute_factor=1.5)
+    seconds = [slower.seconds(decode_work(lanes, 0)) for lanes in range(1, 400)]
+    assert all(before < after < 1.02 * before for before, after in pairwise(seconds))
 
 
 def test_what_reads_and_what_computes_are_stretched_apart() -> None:
-    cost = Cost(weight_bytes=100, kv_bytes=2, token_flop=30.0, attention_flop=1.0)
+    cost = Cost(weight_bytes=300, kv_bytes=2, token_flop=50.0, attention_flop=1.0)
     time = StepTime(cost, 10.0, 100.0, read_factor=2.0, compute_factor=3.0, per_step=5.0)
-    assert time.seconds(decode_work(8, 50)) == pytest.approx(2 * (10 + 10) + 5)
-    assert time.seconds(decode_work(80, 50)) == pytest.approx(2 * 10 + 3 * 24 + 5)
-    assert time.seconds(Work(tokens=80, positions=10, pairs=900)) == pytest.approx(3 * (24 + 9) + 5)
+    assert time.seconds(decode_work(80, 0)) == pytest.approx(2 * 18 + 3 * 32 + 5)
 
 
 def test_a_chunk_reads_its_row_once_and_attends_to_all_before() -> None:

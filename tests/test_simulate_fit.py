@@ -65,7 +65,7 @@ def invented(benchmark: str, truth: StepTime = TRUE, gpu: str = "a GPU") -> Resu
     return Result(benchmark=benchmark, gpu=gpu, workload=ceilings, runs=tuple(runs))
 
 
-@pytest.mark.parametrize(("third", "precision"), [("article", 0.01), ("mixed", 0.2)])
+@pytest.mark.parametrize(("third", "precision"), [("article", 0.01), ("mixed", 0.4)])
 def test_three_results_of_a_machine_that_follows_the_model_give_it_back(third: str, precision: float) -> None:
     """Closely, unless there were times when the machine had nothing to do: they count as its steps'."""
     fit = fit_results([invented(name) for name in ("article-512", "gsm8k", third)], MEMORY)

@@ -31,4 +31,4 @@ class Mix:
     spare_rows: int = 16
     watched: int = 4
     max_model_len: int = 8192
-    max_step_tokens: int = 320
+    max_step_tokens: int = 384

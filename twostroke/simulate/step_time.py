@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,11 +50,7 @@ class Flight(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """What the ceilings allow, seconds.
-
-    Attributes:
-        reading: of what is bound by reading. computing: of what is bound by computing.
-    """
+    """What the ceilings allow, seconds: the part that is due to reading, and that due to computing."""
 
     reading: float
     computing: float
@@ -64,10 +61,11 @@ class StepTime:
     """A step's time on the device: what the ceilings allow, stretched, and what comes on top.
 
         seconds = read_factor * reading + compute_factor * computing + per_step
-        reading + computing = max(weights / bandwidth, products / rate) + max(cache / bandwidth, attention / rate)
+        reading + computing = hypot(weights / bandwidth, products / rate) + hypot(cache / bandwidth, attention / rate)
 
-    Products and attention follow one upon the other, so each has the larger of its reading and its computing time, and
-    is stretched as what it is bound by.
+    Products and attention follow one upon the other. Each takes as long as the larger of its reading and its computing
+    time where one is much larger, and longer than that where they are near each other, since neither hides the other
+    wholly. Its time is due to the two as their squares are to each other.
 
     Attributes:
         cost: of the model.
@@ -90,10 +88,9 @@ class StepTime:
         attention = cost.kv_bytes * work.positions, cost.attention_flop * work.pairs
         for read_bytes, flop in (products, attention):
             read, compute = read_bytes / self.read_bytes_per_s, flop / self.flop_per_s
-            if read >= compute:
-                reading += read
-            else:
-                computing += compute
+            both = math.hypot(read, compute)
+            reading += read * read / both if both else 0.0
+            computing += compute * compute / both if both else 0.0
         return Roofline(reading, computing)
 
     def seconds(self, work: Work) -> float:
