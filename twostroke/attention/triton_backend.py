@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Kind(NamedTuple):
-    """What layers have in common that share a schedule."""
+    """What layers that share the schedule of a step have in common."""
 
     window: int
     extra: int
@@ -71,7 +71,7 @@ class TritonAttention(TritonCache):
         ]
         self._dtype = dtype
         self._streamed = _streamed_for(layers, block_size, dtype, device, self._capability)
-        kinds = {self._kind(spec, lanes) for spec in dict.fromkeys(layers) for lanes in range(1, max_lanes + 1)}
+        kinds = {self._kind(spec, lanes) for spec in set(layers) for lanes in range(1, max_lanes + 1)}
         self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in kinds}
         results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
         self._workspace = DecodeWorkspace.zeros(results, max((spec.head_dim for spec in layers), default=0), device)
@@ -121,6 +121,7 @@ class TritonAttention(TritonCache):
                 )  # fmt: skip
 
     def _kind(self, spec: LayerSpec, lanes: int) -> _Kind:
+        """Return the kind of a layer in steps of so many lanes."""
         attend: Callable[..., None] = decode_attention
         if self._streamed is not None and _is_streamed(spec, self.block_size, self._dtype):
             tiles, attend = streamed_tiles(lanes, spec.kv_heads, self._processors), self._streamed

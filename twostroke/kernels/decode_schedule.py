@@ -63,8 +63,11 @@ def _seen(length, window, TILE: tl.constexpr):
 
 @triton.jit
 def _cut(tiles, share, rounding):
-    """Return (tiles of a program, programs) of lanes; a `rounding` of share - 1 rounds programs up, half of it to the
-    nearest."""
+    """Return (tiles of a program, programs) of lanes.
+
+    Programs are rounded up by a `rounding` of share - 1, so that none has more than `share` tiles, and to the nearest
+    by one of share // 2.
+    """
     wanted = tl.maximum((tiles + rounding) // share, 1)
     part = tl.maximum(tl.cdiv(tiles, wanted), 1)
     return part, tl.maximum(tl.cdiv(tiles, part), 1)
@@ -72,14 +75,14 @@ def _cut(tiles, share, rounding):
 
 @triton.jit
 def _programs(tiles, inside, share, rounding):
-    """Return how many programs all lanes have."""
+    """Return how many programs the lanes that are `inside` the batch have together."""
     _, splits = _cut(tiles, share, rounding)
     return tl.sum(tl.where(inside, splits, 0), 0)
 
 
 @triton.jit
 def _smallest_share(tiles, inside, least, programs):
-    """Return the smallest share, from `least` on, of which lanes take up to `programs`, and no share is larger."""
+    """Return the smallest share, `least` tiles or more, such that `programs` of no more tiles hold all lanes."""
     low = least
     high = tl.maximum(tl.max(tiles, 0), least)
     while low < high:
@@ -92,9 +95,10 @@ def _smallest_share(tiles, inside, least, programs):
 
 @triton.jit
 def _share_of(tiles, inside, lanes, extra, min_share, ROUNDS: tl.constexpr, UNEVEN: tl.constexpr):
-    """Return (share, rounding) by which a batch is cut, see `make_schedule`."""
+    """Return (share, rounding) by which a batch is cut, see `make_schedule` and `_cut`."""
     mean = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), min_share)
-    # Rounded to the nearest, since a share a little too large is better than one program more with a short rest.
+    # Rounded to the nearest, since a share a little too large is better than one program more with a short rest. None
+    # is larger than half again the mean then: shares that all begin at once, but are larger than that, are no better.
     share, rounding = mean, mean // 2
     if lanes <= extra:
         even = _smallest_share(tiles, inside, mean, extra)
@@ -171,9 +175,10 @@ def make_schedule(
 ) -> None:
     """Write the schedule of a step.
 
-    Lanes are cut into shares of about the mean: what each of the programs that run at once would take. No more lanes
-    than run at once are cut into no more shares either, since one more would begin when the others end. Where this
-    leaves some much longer, and a program may take two, they are cut into up to twice as many.
+    Lanes are cut into shares of about the mean: what each of the programs that run at once would take. Lanes that are
+    no more than these programs are cut into no more shares either, since one more would begin when the others end; but
+    not if some were longer than half again the mean. Where some are much longer than others, and a program may take
+    two, lanes are cut into up to twice as many.
 
     Args:
         schedule: its words are overwritten.

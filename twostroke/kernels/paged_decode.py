@@ -45,7 +45,7 @@ class DecodeTiles(NamedTuple):
         programs: shares per multiprocessor to cut the batch into, about.
         min_share: tiles that a program takes at the least, so that short lanes are not cut into crumbs.
         ahead: tiles that a program asks for, into the L2 cache, before it turns to its queries.
-        rounds: shares that a program takes, one after the other, to share out uneven lanes; see `make_schedule`.
+        rounds: 1, or 2 if programs take shares one after the other; see `make_schedule`.
     """
 
     positions: int

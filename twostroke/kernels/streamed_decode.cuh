@@ -8,7 +8,7 @@
 //   * A unit is 16 positions of a kv head. Its scores are a product of 16 positions x 8 query heads, so a group of up to 8
 //     fills it without the padding that a product of 16 query heads has.
 //   * One block runs on each multiprocessor. Eight warps that each ask for one unit while they work on another leave less of
-//     the device idle when the last shares end than fewer with longer rings; fewer are better at shares that are two for each.
+//     the device idle when the last shares end than fewer with longer rings. Fewer are better where each has two shares.
 // Who takes which share may differ from run to run; what a share gives, and the order in which shares are added up, may not.
 
 #pragma once

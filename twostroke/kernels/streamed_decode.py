@@ -22,7 +22,7 @@ TILES = tuple(
     DecodeTiles(UNIT, warps=warps, stages=stages, programs=warps, min_share=4, ahead=0, rounds=2)
     for warps, stages in ((4, 6), (6, 3), (8, 2))
 )
-"""How work is cut: shares of units, one per warp; measured, see bench/NOTES.md."""
+"""How work is cut, fewest warps first: into shares of units, each for one warp; measured, see bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TARGET = "90a"
@@ -31,10 +31,10 @@ _LINE = 64
 
 
 def streamed_tiles(lanes: int, kv_heads: int, processors: int) -> DecodeTiles:
-    """Return those of `TILES` for so many lanes.
+    """Return those of `TILES` for so many lanes on a device of so many multiprocessors.
 
-    Lanes that are nearly one share for each of eight warps, or a few more, would leave warps with long ones alone in
-    the end. They get as few warps as have two each, a long one and a short one.
+    If each of eight warps had about one lane of one kv head, those with long ones would be left alone in the end. Then
+    the fewest warps are taken that have at most two each, a long one and a short one.
     """
     shares, most = lanes * kv_heads, TILES[-1]
     if shares <= 0.8 * most.warps * processors:

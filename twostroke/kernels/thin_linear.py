@@ -22,7 +22,7 @@ SLICE = 128
 CLUSTER = 2
 MIN_COLUMNS = SLICE * CLUSTER
 TILES = (64, 56, 48, 40, 32)
-"""Rows that a tile may have. Each tile reads all of the input, so the more the better."""
+"""Rows that a tile may have, most first: each tile reads all of the input, so large ones read less."""
 MOST_PRODUCTS = 4
 """In a chain."""
 
@@ -254,7 +254,7 @@ class ThinLinears:
         return ThinWeight(weight, bias, epilogue, tile, tiles)
 
     def _tile(self, rows: int, multiple: int) -> int:
-        """Return the rows of a tile: most, such that no cluster has 5% more rows than the best choice leaves it."""
+        """Return the rows of the largest tile with which no cluster has 5% more rows than with the best one."""
         tiles = [tile for tile in TILES if tile % multiple == 0]
         most_rows = [math.ceil(math.ceil(rows / tile) / self._clusters) * tile for tile in tiles]
         return next(tile for tile, most in zip(tiles, most_rows, strict=True) if most <= 1.05 * min(most_rows))

@@ -50,7 +50,7 @@ class Flight(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """What the ceilings allow, seconds: the part that is due to reading, and that due to computing."""
+    """A step at the machine's ceilings, seconds: the part that is due to reading, and that due to computing."""
 
     reading: float
     computing: float
@@ -58,19 +58,20 @@ class Roofline(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time on the device: what the ceilings allow, stretched, and what comes on top.
+    """A step's time on the device: that at the machine's ceilings, stretched, and what comes on top.
 
         seconds = read_factor * reading + compute_factor * computing + per_step
         reading + computing = hypot(weights / bandwidth, products / rate) + hypot(cache / bandwidth, attention / rate)
 
     Products and attention follow one upon the other. Each takes as long as the larger of its reading and its computing
     time where one is much larger, and longer than that where they are near each other, since neither hides the other
-    wholly. Its time is due to the two as their squares are to each other.
+    wholly. Its time is due to the two in proportion to their squares.
 
     Attributes:
         cost: of the model.
         read_bytes_per_s, flop_per_s: the machine's ceilings.
-        read_factor, compute_factor, per_step: see above; seconds.
+        read_factor, compute_factor: see above.
+        per_step: seconds, see above.
         host: seconds of the CPU before a step is launched.
     """
 
