@@ -229,7 +229,9 @@ def test_a_share_of_many_blocks(launcher, block_size):
 @emulated
 @pytest.mark.parametrize("tiles", TILES, ids=WARPS)
 def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
-    """Warps one after the other, from the first or from the last: each takes all shares that are left."""
+    """Warps one after the other, from the first or from the last: each takes all shares that are left. Or in turn, so
+    that the rings of a block are in use together.
+    """
     spec = LayerSpec(8, 4, 128, 128**-0.5)
     lengths = [(37 * i * i) % 190 for i in range(14)]
     options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16, "seed": 1}
@@ -237,8 +239,8 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
     rotary = random_rotary(len(lengths), 128, (False, False), "cpu")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
     run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=5, min_share=4, tiles=tiles)
-    outs, backwards = [], ctypes.c_int.in_dll(emulation, "backwards")
-    for backwards.value in (0, 1, 0):
+    outs, order = [], ctypes.c_int.in_dll(emulation, "order")
+    for order.value in (1, 2, 0):
         outs.append(run(rotary))
     assert 4 * int(run.schedule.words[0, 0]) > EMULATED_BLOCKS * tiles.warps
     alive = case.step.lane_lengths > 0

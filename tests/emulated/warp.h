@@ -67,12 +67,18 @@ public:
         }
     }
 
-    // Runs a warp that waits for nobody but itself. Returns whether nothing failed.
-    static bool run(int warp, const std::function<void()>& work) {
+    // Runs `count` warps of a block from `first` on in turn, each up to its next wait; they wait for nobody but themselves.
+    // Returns whether nothing failed.
+    static bool run(int first, int count, const std::function<void()>& work) {
         failed = false;
-        Warp own(warp, work);
-        while (!own.ended())
-            if (!own.step()) return failed ? false : say("some threads have ended, others wait for them");
+        std::vector<std::unique_ptr<Warp>> left;
+        for (int warp = first; warp < first + count; ++warp) left.push_back(std::make_unique<Warp>(warp, work));
+        auto has_ended = [](const std::unique_ptr<Warp>& warp) { return warp->ended(); };
+        while (!left.empty()) {
+            for (auto& warp : left)
+                if (!warp->step()) return failed ? false : say("some threads have ended, others wait for them");
+            left.erase(std::remove_if(left.begin(), left.end(), has_ended), left.end());
+        }
         return true;
     }
 
