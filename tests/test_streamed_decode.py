@@ -129,6 +129,12 @@ def plain(case, spec, num_blocks, block_size, rotary):
     return attention.keys[0], attention.values[0], out
 
 
+def assert_near(out, expected):
+    """By the norms of each lane's heads: a position of a long lane adds less than single numbers are rounded by."""
+    errors, norms = (x.double().norm(dim=2) for x in (out - expected, expected))
+    assert (errors <= 2e-2 * norms).all(), f"off by {(errors / norms).max():.1%}"
+
+
 class Streamed:
     """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
 
@@ -192,7 +198,7 @@ def test_equals_rotating_writing_and_attending(
     assert run.cache.keys[0][0].isnan().all()
     dead = case.step.lane_lengths == 0
     assert torch.equal(first[dead], torch.zeros_like(first[dead]))
-    torch.testing.assert_close(first[~dead].float(), expected[~dead], rtol=2e-2, atol=2e-2)
+    assert_near(first[~dead], expected[~dead])
     assert all(torch.equal(x, before) for x, before in zip((case.q, case.k, case.v), inputs, strict=True))
     for _ in range(20 if where == "cuda" else 1):
         assert torch.equal(run(rotary), first)
@@ -209,7 +215,7 @@ def test_shares_of_a_long_lane_are_added_up(launcher, where, group):
     run = Streamed(launcher(where), case, spec, num_blocks, 16, extra=11)
     out = run(None)
     assert int(run.schedule.words[0, 0]) > 8
-    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert_near(out, expected)
 
 
 @emulated
@@ -223,7 +229,7 @@ def test_a_share_of_many_blocks(launcher, block_size):
     run = Streamed(launcher("cpu"), case, spec, num_blocks, block_size, extra=1)
     out = run(None)
     assert int(run.schedule.words[0, 0]) == 2, "no lane is cut"
-    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert_near(out, expected)
 
 
 @emulated
@@ -244,7 +250,7 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
         outs.append(run(rotary))
     assert 4 * int(run.schedule.words[0, 0]) > EMULATED_BLOCKS * tiles.warps
     alive = case.step.lane_lengths > 0
-    torch.testing.assert_close(outs[0][alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
+    assert_near(outs[0][alive], expected[alive])
     assert torch.equal(outs[1], outs[0])
     assert torch.equal(outs[2], outs[0])
 
@@ -263,6 +269,6 @@ def test_every_share_is_taken_and_every_run_the_same(launcher, lanes, longest, t
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
     run = Streamed(launcher("cuda"), case, spec, num_blocks, 16, extra=132, min_share=4, tiles=tiles)
     first, alive = run(rotary), case.step.lane_lengths > 0
-    torch.testing.assert_close(first[alive].float(), expected[alive], rtol=2e-2, atol=2e-2)
+    assert_near(first[alive], expected[alive])
     for _ in range(200):
         assert torch.equal(run(rotary), first)
