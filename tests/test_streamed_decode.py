@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -253,6 +254,62 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
     assert_near(outs[0][alive], expected[alive])
     assert torch.equal(outs[1], outs[0])
     assert torch.equal(outs[2], outs[0])
+
+
+@emulated
+def test_a_schedule_without_a_line_to_spare(launcher):
+    """As many shares as there may be, of lanes of 60 units and 20; the last of them is taken, too."""
+    spec = LayerSpec(2, 2, 64, 64**-0.5)
+    options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16}
+    case, num_blocks = make_case(spec, lengths=[60 * UNIT, 20 * UNIT], **options)
+    _, _, expected = plain(case, spec, num_blocks, 16, None)
+    run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=2)
+    out = run(None)
+    assert int(run.schedule.words[0, 0]) == 4 == len(run.schedule.words) - 1
+    assert_near(out, expected)
+
+
+@emulated
+def test_steps_of_any_number_of_lanes_share_a_workspace(launcher, monkeypatch):
+    """One after the other, with each number of warps and more lanes than shares at once; layers of two kinds."""
+    attend, device = launcher("cpu"), torch.device("cpu")
+    monkeypatch.setattr(triton_backend, "_device_facts", lambda _: ((9, 0), EMULATED_BLOCKS))
+    monkeypatch.setattr(triton_backend, "_streamed_for", lambda *_: attend)
+    specs = [LayerSpec(4, 2, 128, 128**-0.5), LayerSpec(6, 3, 64, 64**-0.5, 40)]
+    fused = triton_backend.TritonAttention(specs, 200, 16, torch.bfloat16, device, max_lanes=20)
+    assert {(kind.window, kind.tiles) for kind in fused._schedules} == set(product((0, 40), TILES))
+    fused._workspace.partial.fill_(NAN)
+    fused._workspace.log_sum.fill_(NAN)
+    for lanes in (4, 8, 12, 20, 8, 1):
+        lengths = [(37 * i * i) % 90 for i in range(lanes - 1)] + [400]
+        for layer, spec in enumerate(specs):
+            options = {"chunks": [], "block_size": 16, "dtype": torch.bfloat16}
+            case, num_blocks = make_case(spec, lengths=lengths, **options)
+            _, _, expected = plain(case, spec, num_blocks, 16, None)
+            case.fill(fused, layer)
+            out, alive = fused.forward(layer, case.q, case.k, case.v, case.step), case.step.lane_lengths > 0
+            assert_near(out[alive], expected[alive])
+            assert not out[~alive].any()
+            assert not fused._workspace.arrivals.any()
+            assert not fused._workspace.tickets.any()
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+def test_there_is_room_for_every_step(monkeypatch, processors):
+    """Of layers that share nothing but the workspace, some of them without such a kernel."""
+    streamed = object()
+    monkeypatch.setattr(triton_backend, "_device_facts", lambda _: ((9, 0), processors))
+    monkeypatch.setattr(triton_backend, "_streamed_for", lambda *_: streamed)
+    shapes = [(32, 8, 128), (5, 5, 64), (48, 3, 64), (7, 1, 128), (12, 2, 80), (64, 64, 256)]
+    specs = [LayerSpec(*shape, 0.1, window) for shape, window in zip(shapes, (0, 4096) * 3, strict=True)]
+    backend = triton_backend.TritonAttention(specs, 2, 16, torch.bfloat16, torch.device("cpu"), max_lanes=300)
+    for spec, lanes in product(specs, range(1, 301)):
+        kind = backend._kind(spec, lanes)
+        schedule, results = backend._schedules[kind], 2 * kind.extra * spec.heads
+        assert len(schedule.words) > max(lanes + kind.extra, kind.tiles.rounds * kind.extra)
+        assert kind.attend is streamed or kind.tiles.rounds == 1, "the kernel in Triton takes one record a program"
+        assert min(len(backend._workspace.log_sum), len(backend._workspace.arrivals)) >= results
+        assert len(backend._workspace.partial) >= results * spec.head_dim
 
 
 @pytest.mark.gpu
