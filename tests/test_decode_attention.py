@@ -8,6 +8,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from paged_case import make_case
 
 from twostroke.attention.interface import LayerSpec
@@ -18,7 +20,17 @@ from twostroke.kernels.ops import Rotary
 pytest.importorskip("triton")
 
 from twostroke.attention.triton_backend import TritonAttention
-from twostroke.kernels.decode_schedule import BEGIN, END, LANE, ROW, SPLIT, SPLITS, DecodeSchedule, make_schedule
+from twostroke.kernels.decode_schedule import (
+    BEGIN,
+    END,
+    LANE,
+    RECORD,
+    ROW,
+    SPLIT,
+    SPLITS,
+    DecodeSchedule,
+    make_schedule,
+)
 from twostroke.kernels.paged_decode import (
     DecodeTiles,
     DecodeWorkspace,
@@ -41,10 +53,13 @@ def records(lengths, *, extra, window=0, tile=TILE, min_share=1, rounds=1):
     lane_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rows = torch.arange(100, 100 + len(lengths), dtype=torch.int32, device=DEVICE)
     schedule = DecodeSchedule.empty(len(lengths), extra, torch.device(DEVICE))
-    schedule.words.fill_(-1)
+    lines = len(schedule.words)
+    schedule = schedule._replace(words=schedule.words.new_full((lines + 100, RECORD), -1))
     make_schedule(schedule, rows, lane_lengths, window=window, tile=tile, min_share=min_share, rounds=rounds)
     used = int(schedule.words[0, 0])
+    assert used < lines
     assert used <= max(len(lengths) + extra, rounds * extra)
+    assert (schedule.words[1 + used :] == -1).all()
     return schedule.words[1 : 1 + used].tolist()
 
 
@@ -53,17 +68,14 @@ BATCHES = {
     "edges": [0, 1, 2, TILE, TILE + 1, TILE + 2, 2 * TILE + 1],
     "dead": [0] * 5,
     "equal": [225] * 12,
+    "long and short": [70 * TILE + 1, 10 * TILE + 1],
     "long among short": [20] * 15 + [2_000] + [20] * 15,
     "ragged": [(37 * i * i) % 800 for i in range(50)],
 }
 
 
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize("extra", [1, 7, 33])
-@pytest.mark.parametrize("window", [0, 1, 40])
-@pytest.mark.parametrize("min_share", [1, 4])
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_records_cut_what_each_lane_sees(lengths, extra, window, min_share, rounds):
+def check_records(lengths, *, extra, window, min_share, rounds):
+    """Every lane is cut into all that it sees, longest lanes first; those that are cut have a place to meet at."""
     shares = {}
     used = records(lengths, extra=extra, window=window, min_share=min_share, rounds=rounds)
     for place, record in enumerate(used):
@@ -83,6 +95,27 @@ def test_records_cut_what_each_lane_sees(lengths, extra, window, min_share, roun
         assert len(parts) == 1 or parts[-1][0] < 2 * extra
     tiles = [-(-sum(part[END] - part[BEGIN] for _, part in shares[record[LANE]]) // TILE) for record in used]
     assert tiles == sorted(tiles, reverse=True)
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("extra", [1, 2, 7, 33])
+@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize("min_share", [1, 4])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_records_cut_what_each_lane_sees(lengths, extra, window, min_share, rounds):
+    check_records(lengths, extra=extra, window=window, min_share=min_share, rounds=rounds)
+
+
+@given(
+    lengths=st.lists(st.sampled_from([0, 1, TILE + 1, 500, 40_000]) | st.integers(0, 3_000), min_size=1, max_size=80),
+    extra=st.integers(1, 200),
+    window=st.just(0) | st.integers(1, 2_000),
+    min_share=st.integers(1, 8),
+    rounds=st.sampled_from([1, 2]),
+)
+@settings(max_examples=100, deadline=None)
+def test_records_cut_what_lanes_of_any_batch_see(lengths, extra, window, min_share, rounds):
+    check_records(lengths, extra=extra, window=window, min_share=min_share, rounds=rounds)
 
 
 def test_work_is_shared_out_by_tokens():
