@@ -134,6 +134,7 @@ def test_no_share_begins_when_all_others_end():
     sizes = [-(-(record[END] - record[BEGIN]) // TILE) for record in used]
     assert 120 <= len(used) <= 132
     assert max(sizes) <= 1.4 * mean
+    assert len(records([1_000, 900], extra=2)) == 2
 
 
 def test_uneven_lanes_are_cut_into_two_rounds_of_shares_where_a_program_takes_two():
