@@ -71,6 +71,7 @@ BATCHES = {
     "long and short": [70 * TILE + 1, 10 * TILE + 1],
     "long among short": [20] * 15 + [2_000] + [20] * 15,
     "ragged": [(37 * i * i) % 800 for i in range(50)],
+    "long among tiny": [60 * TILE + 1] + [TILE + 1] * 31,
 }
 
 
@@ -92,7 +93,10 @@ def check_records(lengths, *, extra, window, min_share, rounds):
                 assert record[BEGIN] == position < record[END]
             position = max(record[END], position)
         assert position == max(length - 1, 0)
-        assert len(parts) == 1 or parts[-1][0] < 2 * extra
+        if len(parts) > 1:
+            (first, share), (last, _) = parts[0], parts[-1]
+            assert first < last < 2 * extra
+            assert 2 * (share[END] - share[BEGIN]) > min_share * TILE
     tiles = [-(-sum(part[END] - part[BEGIN] for _, part in shares[record[LANE]]) // TILE) for record in used]
     assert tiles == sorted(tiles, reverse=True)
 
