@@ -65,12 +65,14 @@ def invented(benchmark: str, truth: StepTime = TRUE, gpu: str = "a GPU") -> Resu
     return Result(benchmark=benchmark, gpu=gpu, workload=ceilings, runs=tuple(runs))
 
 
-@pytest.mark.parametrize(("third", "precision"), [("article", 0.01), ("mixed", 0.4)])
-def test_three_results_of_a_machine_that_follows_the_model_give_it_back(third: str, precision: float) -> None:
+@pytest.mark.parametrize(("third", "of_factors", "of_rest"), [("article", 0.001, 0.01), ("mixed", 0.1, 0.4)])
+def test_three_results_of_a_machine_that_follows_the_model_give_it_back(
+    third: str, of_factors: float, of_rest: float
+) -> None:
     """Closely, unless there were times when the machine had nothing to do: they count as its steps'."""
     fit = fit_results([invented(name) for name in ("article-512", "gsm8k", third)], MEMORY)
     assert fit.error < 0.01
-    for name in ("read_factor", "compute_factor", "per_step"):
+    for name, precision in (("read_factor", of_factors), ("compute_factor", of_factors), ("per_step", of_rest)):
         assert getattr(fit.step_time, name) == pytest.approx(getattr(TRUE, name), rel=precision)
     assert fit.step_time.host == pytest.approx(TRUE.host, rel=0.05)
     ahead = simulate_benchmark("rollouts-1024", fit.step_time, "async", {}, MEMORY)
