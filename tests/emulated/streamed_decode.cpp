@@ -13,18 +13,17 @@ alignas(1024) uint8_t raw[1 << 18];
 
 enum Order { FORWARDS, BACKWARDS, IN_TURN };
 
-template <int DIM, int WARPS, int STAGES>
+template <class S>
 int run(const Attention& attention, int blocks, int order) {
-    using S = Shape<DIM, WARPS, STAGES>;
     std::function<void()> work = [&] { streamed_decode<S>(attention); };
     gridDim.x = blocks;
     static_assert(sizeof(Shared<S>) + 1024 <= sizeof raw);
     memset(raw, 0xFF, sizeof raw);  // NaN
     for (int i = 0; i < blocks; ++i) {
         blockIdx.x = order == BACKWARDS ? blocks - 1 - i : i;
-        int at_once = order == IN_TURN ? WARPS : 1;
-        for (int j = 0; j < WARPS; j += at_once)
-            if (!Warp::run(order == BACKWARDS ? WARPS - 1 - j : j, at_once, work)) return 1;
+        int at_once = order == IN_TURN ? S::WARPS : 1;
+        for (int j = 0; j < S::WARPS; j += at_once)
+            if (!Warp::run(order == BACKWARDS ? S::WARPS - 1 - j : j, at_once, work)) return 1;
     }
     return 0;
 }
@@ -45,12 +44,8 @@ int describe_cache(void* map, const void* data, uint64_t lines, uint32_t unit_li
 int launch_attention(const void* given, int dim, int warps, int stages, int blocks, int, void*) {
     const Attention& attention = *static_cast<const Attention*>(given);
     shared_memory = raw;
-    if (dim == 128 && warps == 8 && stages == 2) return run<128, 8, 2>(attention, blocks, order);
-    if (dim == 128 && warps == 6 && stages == 3) return run<128, 6, 3>(attention, blocks, order);
-    if (dim == 128 && warps == 4 && stages == 6) return run<128, 4, 6>(attention, blocks, order);
-    if (dim == 64 && warps == 8 && stages == 2) return run<64, 8, 4>(attention, blocks, order);
-    if (dim == 64 && warps == 6 && stages == 3) return run<64, 6, 6>(attention, blocks, order);
-    if (dim == 64 && warps == 4 && stages == 6) return run<64, 4, 12>(attention, blocks, order);
-    return 1;
+    int code = 1;
+    with_shape(dim, warps, stages, [&](auto shape) { code = run<decltype(shape)>(attention, blocks, order); });
+    return code;
 }
 }

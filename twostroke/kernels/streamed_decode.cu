@@ -13,21 +13,13 @@ struct Choice {
     int bytes;
 };
 
-template <int DIM, int WARPS, int STAGES>
-Choice of() {
-    using S = Shape<DIM, WARPS, STAGES>;
-    return {streamed_decode<S>, sizeof(Shared<S>) + 1024};
-}
-
-// `stages` is that of units of 128 numbers; smaller ones are as many more.
 Choice choose(int dim, int warps, int stages) {
-    if (dim == 128 && warps == 8 && stages == 2) return of<128, 8, 2>();
-    if (dim == 128 && warps == 6 && stages == 3) return of<128, 6, 3>();
-    if (dim == 128 && warps == 4 && stages == 6) return of<128, 4, 6>();
-    if (dim == 64 && warps == 8 && stages == 2) return of<64, 8, 4>();
-    if (dim == 64 && warps == 6 && stages == 3) return of<64, 6, 6>();
-    if (dim == 64 && warps == 4 && stages == 6) return of<64, 4, 12>();
-    return {nullptr, 0};
+    Choice choice{nullptr, 0};
+    with_shape(dim, warps, stages, [&](auto shape) {
+        using S = decltype(shape);
+        choice = {streamed_decode<S>, sizeof(Shared<S>) + 1024};
+    });
+    return choice;
 }
 
 }  // namespace
