@@ -96,14 +96,15 @@ def _smallest_share(tiles, inside, least, programs):
 @triton.jit
 def _share_of(tiles, inside, lanes, extra, min_share, ROUNDS: tl.constexpr, UNEVEN: tl.constexpr):
     """Return (share, rounding) by which a batch is cut, see `make_schedule` and `_cut`."""
-    mean = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra), min_share)
+    total = tl.sum(tiles, 0)
+    mean = tl.maximum(tl.cdiv(total, extra), min_share)
     # Rounded to the nearest, since a share a little too large is better than one program more with a short rest. None
     # is larger than half again the mean then: shares that all begin at once, but are larger than that, are no better.
     share, rounding = mean, mean // 2
     if lanes <= extra:
         even = _smallest_share(tiles, inside, mean, extra)
-        if (even - tl.sum(tiles, 0) // _programs(tiles, inside, even, even - 1) > UNEVEN) & (ROUNDS == 2):
-            half = tl.maximum(tl.cdiv(tl.sum(tiles, 0), 2 * extra), min_share)
+        if (even - total // _programs(tiles, inside, even, even - 1) > UNEVEN) & (ROUNDS == 2):
+            half = tl.maximum(tl.cdiv(total, 2 * extra), min_share)
             share = _smallest_share(tiles, inside, half, 2 * extra)
             rounding = share - 1
         elif 2 * even <= 3 * mean:

@@ -89,9 +89,9 @@ class StepTime:
         attention = cost.kv_bytes * work.positions, cost.attention_flop * work.pairs
         for read_bytes, flop in (products, attention):
             read, compute = read_bytes / self.read_bytes_per_s, flop / self.flop_per_s
-            both = math.hypot(read, compute)
-            reading += read * read / both if both else 0.0
-            computing += compute * compute / both if both else 0.0
+            both = math.hypot(read, compute) or 1.0
+            reading += read * read / both
+            computing += compute * compute / both
         return Roofline(reading, computing)
 
     def seconds(self, work: Work) -> float:
