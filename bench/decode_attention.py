@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,19 +141,24 @@ class Problem:
 
         return work
 
+    def schedule(self, tiles):
+        """Return a schedule, and what writes it."""
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        extra = extra_programs(self.shape.kv_heads, processors, tiles)
+        schedule = DecodeSchedule.empty(len(self.rows), extra, torch.device("cuda"))
+        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share, "rounds": tiles.rounds}
+        return schedule, partial(make_schedule, schedule, self.rows, self.lengths, **cut)
+
     def streamed(self, early):
         """Return the same by the kernel in CUDA C++."""
         return self.new(self.streamed_tiles, early, StreamedDecode(torch.device("cuda")))
 
     def new(self, tiles, early, attend=decode_attention):
         """Return the same by one kernel, its schedule made."""
-        shape, lanes = self.shape, len(self.rows)
-        processors = torch.cuda.get_device_properties().multi_processor_count
-        extra = extra_programs(shape.kv_heads, processors, tiles)
-        schedule = DecodeSchedule.empty(lanes, extra, torch.device("cuda"))
-        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share, "rounds": tiles.rounds}
-        make_schedule(schedule, self.rows, self.lengths, **cut)
-        workspace = DecodeWorkspace.zeros(2 * extra * shape.heads, shape.head_dim, torch.device("cuda"))
+        shape = self.shape
+        schedule, write = self.schedule(tiles)
+        write()
+        workspace = DecodeWorkspace.zeros(2 * schedule.extra * shape.heads, shape.head_dim, torch.device("cuda"))
         torch.cuda.synchronize()
 
         def work(layer, merged):
@@ -182,17 +188,8 @@ class Problem:
         return 1e6 * graph_seconds(chain) / LAYERS
 
     def schedule_us(self):
-        tiles, launches = self.streamed_tiles, range(8)
-        processors = torch.cuda.get_device_properties().multi_processor_count
-        extra = extra_programs(self.shape.kv_heads, processors, tiles)
-        schedule = DecodeSchedule.empty(len(self.rows), extra, torch.device("cuda"))
-        cut = {"window": 0, "tile": tiles.positions, "min_share": tiles.min_share, "rounds": tiles.rounds}
-
-        def work():
-            for _ in launches:
-                make_schedule(schedule, self.rows, self.lengths, **cut)
-
-        return 1e6 * graph_seconds(work) / len(launches)
+        (_, write), launches = self.schedule(self.streamed_tiles), range(8)
+        return 1e6 * graph_seconds(lambda: [write() for _ in launches]) / len(launches)
 
     def error(self, work):
         """Norm of the difference to the three launches, over the norm."""
