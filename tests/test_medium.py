@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import twostroke.kernels.medium_linear as medium_linear
 from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import MAX_BYTES, MediumLinears, MediumTiles, MediumWeight, medium_tiles
-from twostroke.kernels.thin_linear import Scaled
+from twostroke.kernels.thin_linear import Epilogue, Scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
@@ -109,6 +109,15 @@ def test_weights_that_fit_and_pay():
     assert MediumWeight.pays(weight(2 * 3072, 1024))
     assert not MediumWeight.pays(weight(6144, 4096))
     assert weight(4096, 4096).nbytes > MAX_BYTES
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)])
+def test_no_tile_reaches_beyond_the_last_token(rows, columns):
+    """Whatever lies there takes longer to read than tokens do. Steps of fewer tokens have thin products."""
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    for epilogue in Epilogue:
+        for tokens in range(65, 257):
+            assert medium_tiles(MediumWeight(weight, None, epilogue), tokens).tokens <= tokens
 
 
 COMPILE = """

@@ -294,6 +294,21 @@ def test_steps_of_any_number_of_lanes_share_a_workspace(launcher, monkeypatch):
             assert not fused._workspace.tickets.any()
 
 
+def test_uneven_lanes_of_a_step_get_two_shares_a_warp(launcher, monkeypatch):
+    """Two long lanes among short ones, nearly as many as the eight shares of a kv head that run at once."""
+    attend, device = launcher("cpu"), torch.device("cpu")
+    monkeypatch.setattr(triton_backend, "_device_facts", lambda _: ((9, 0), EMULATED_BLOCKS))
+    monkeypatch.setattr(triton_backend, "_streamed_for", lambda *_: attend)
+    spec = LayerSpec(2, 2, 128, 0.1)
+    lengths = [120 * UNIT + 1] * 2 + [25 * UNIT + 1] * 4
+    backend = triton_backend.TritonAttention([spec], 200, 16, torch.bfloat16, device, max_lanes=6)
+    case, _ = make_case(spec, lengths=lengths, chunks=[], block_size=16, dtype=torch.bfloat16)
+    backend._start(case.step)
+    ((kind, schedule),) = backend._schedules.items()
+    assert kind.extra == 8
+    assert 8 < int(schedule.words[0, 0]) <= 16
+
+
 SHAPES = [(32, 8, 128), (32, 8, 64), (5, 5, 64), (48, 3, 64), (7, 1, 128), (12, 2, 80), (64, 64, 256)]
 SPECS = [LayerSpec(*shape, 0.1, window) for shape, window in zip(SHAPES, cycle((0, 4096)))]
 LAYERS = {str(spec[:3]): [spec] for spec in SPECS} | {"two sizes of heads": SPECS[:2], "all": SPECS}
