@@ -31,6 +31,8 @@ inline void wait_for(uint64_t* barrier, uint32_t parity) {
 }
 inline void wait_for_input() {}
 inline void let_next_start() {}
+inline int join(int* count) { return (*count)++; }
+inline int count_up(int* count) { return (*count)++; }
 inline uint64_t read_once_policy() { return 0; }
 
 inline void load_once(void* to, const CUtensorMap* map, int column, int line, uint64_t* barrier, uint64_t) {

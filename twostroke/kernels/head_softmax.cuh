@@ -24,6 +24,12 @@ __device__ __forceinline__ uint32_t rounded(float2 pair) {
     return *reinterpret_cast<const uint32_t*>(&both);
 }
 
+// The products of two pairs, rounded.
+__device__ __forceinline__ uint32_t product(uint32_t a, uint32_t b) {
+    __nv_bfloat162 both = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
+    return *reinterpret_cast<const uint32_t*>(&both);
+}
+
 __device__ __forceinline__ uint32_t load_pair(const __nv_bfloat16* from) { return *reinterpret_cast<const uint32_t*>(from); }
 
 // A thread's part of a head as the second factor of a product: the numbers 2 t, 2 t + 1 of every 8, where t = thread % 4.
@@ -34,9 +40,9 @@ struct Head {
 
     static __device__ __forceinline__ int first(int i, int thread) { return i * 8 + thread % 4 * 2; }
 
-    __device__ __forceinline__ void load(const __nv_bfloat16* from, bool here, int thread) {
+    __device__ __forceinline__ void load(const __nv_bfloat16* from, int thread) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) pair[i] = here ? load_pair(from + first(i, thread)) : 0;
+        for (int i = 0; i < PAIRS; ++i) pair[i] = load_pair(from + first(i, thread));
     }
 
     // Rounded as transformers rounds it.
@@ -50,9 +56,8 @@ struct Head {
         float inverse = rsqrtf(sum_of_four(squares) / DIM + eps);
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            float2 x = numbers(pair[i]), w = numbers(load_pair(weight + first(i, thread)));
-            x = numbers(rounded({x.x * inverse, x.y * inverse}));
-            pair[i] = rounded({x.x * w.x, x.y * w.y});
+            float2 x = numbers(pair[i]);
+            pair[i] = product(rounded({x.x * inverse, x.y * inverse}), load_pair(weight + first(i, thread)));
         }
     }
 
@@ -112,8 +117,20 @@ struct Softmax {
     float top[2], total[2];  // a thread's totals are over the positions g, g + 8 of every unit
     float result[STEPS][4];  // numbers g, g, g + 8, g + 8 of the query heads 2 t, 2 t + 1, 2 t, 2 t + 1
 
+    // A thread's part of a position's value.
+    struct Value {
+        __nv_bfloat16 number[STEPS][2];
+
+        __device__ __forceinline__ void load(const __nv_bfloat16* from, int thread) {
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) number[i][half] = from[i * 16 + half * 8 + thread / 4];
+        }
+    };
+
     // Over the newest position alone, whose score the four threads of each query head have; or over nothing.
-    __device__ __forceinline__ void begin(const __nv_bfloat16* value, float score, bool newest, int thread) {
+    __device__ __forceinline__ void begin(const Value& value, float score, bool newest, int thread) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             float own = __shfl_sync(~0u, score, (thread % 4 * 2 + j) * 4);
@@ -123,8 +140,7 @@ struct Softmax {
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                result[i][2 * half] = result[i][2 * half + 1] =
-                    newest ? __bfloat162float(value[i * 16 + half * 8 + thread / 4]) : 0.0f;
+                result[i][2 * half] = result[i][2 * half + 1] = newest ? __bfloat162float(value.number[i][half]) : 0.0f;
     }
 
     // Takes in a unit, of which the positions from `low` to `high` are seen. What comes from shared memory is asked for ahead

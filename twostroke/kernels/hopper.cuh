@@ -92,6 +92,22 @@ __device__ __forceinline__ int announced(const int* count) {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
     return value;
 }
+// Joins those who have done their part of something; returns how many did before. What this thread wrote, or saw written at a
+// meeting of its warp, is there for those who join later, and what those before it wrote, for it.
+__device__ __forceinline__ int join(int* count) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+
+// Adds one to a count below 2^30; returns what it was. Nobody waits before that is used, unlike with an atomic addition, which
+// the compiler makes one for all threads of a warp, who then share its result.
+__device__ __forceinline__ int count_up(int* count) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(1 << 30) : "memory");
+    return before;
+}
+
 // What was seen announced comes before what the tensor memory accelerator reads from now on.
 __device__ __forceinline__ void fence_announced() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 

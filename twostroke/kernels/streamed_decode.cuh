@@ -66,6 +66,7 @@ void with_shape(int dim, int warps, int stages, Act act) {
 template <class S>
 struct Shared {
     uint8_t keys[S::WARPS][S::STAGES][S::UNIT_BYTES], values[S::WARPS][S::STAGES][S::UNIT_BYTES];
+    __nv_bfloat16 q_weight[S::WARPS][S::DIM], k_weight[S::WARPS][S::DIM];  // if there are norms
     uint64_t full[S::WARPS][S::STAGES];
 };
 
@@ -135,61 +136,86 @@ struct Reader {
     }
 };
 
-// Stores a lane's newest key and value.
+// A lane's newest key and value, and where they are kept.
 template <int DIM>
-__device__ __forceinline__ void keep(const Attention& a, const Share& share, int64_t slot, const Head<DIM>& key,
-                                     const __nv_bfloat16* value, int thread) {
-    int size = a.block_units * UNIT;
-    int64_t place = ((slot / size * a.kv_heads + share.head) * size + slot % size) * DIM;
-    if (thread < 4)
+struct Newest {
+    Head<DIM> key;
+    typename Softmax<DIM>::Value value;
+    uint32_t pair[DIM / 64];  // of the value, as it is stored
+    int64_t slot;
+
+    __device__ __forceinline__ void load(const Attention& a, const Share& share, int thread) {
+        int64_t lane = share.lane;
+        const __nv_bfloat16* from = a.v + lane * a.v_token + share.head * a.v_head;
+        key.load(a.k + lane * a.k_token + share.head * a.k_head, thread);
+        value.load(from, thread);
 #pragma unroll
-        for (int i = 0; i < Head<DIM>::PAIRS; ++i)
-            *reinterpret_cast<uint32_t*>(a.key_cache + place + Head<DIM>::first(i, thread)) = key.pair[i];
+        for (int i = 0; i < DIM / 64; ++i) pair[i] = load_pair(from + i * 64 + thread * 2);
+        slot = a.slots[lane];
+    }
+    __device__ __forceinline__ void keep(const Attention& a, const Share& share, int thread) const {
+        int size = a.block_units * UNIT;
+        int64_t place = ((slot / size * a.kv_heads + share.head) * size + slot % size) * DIM;
+        if (thread < 4)
 #pragma unroll
-    for (int at = thread * 2; at < DIM; at += 64) *reinterpret_cast<uint32_t*>(a.value_cache + place + at) = load_pair(value + at);
-}
+            for (int i = 0; i < Head<DIM>::PAIRS; ++i)
+                *reinterpret_cast<uint32_t*>(a.key_cache + place + Head<DIM>::first(i, thread)) = key.pair[i];
+#pragma unroll
+        for (int i = 0; i < DIM / 64; ++i) *reinterpret_cast<uint32_t*>(a.value_cache + place + i * 64 + thread * 2) = pair[i];
+    }
+};
 
 // Loads a share's queries, normed and rotated, and begins its softmax; the share with the newest position stores its key and
-// value. All loads are asked for before the first is waited for.
-template <int DIM>
-__device__ __forceinline__ void begin(const Attention& a, const Share& share, Head<DIM>& q, Softmax<DIM>& softmax, int thread) {
-    constexpr int HALF = Head<DIM>::PAIRS / 2;
-    int query = share.head * a.group + thread / 4;
+// value. All loads are asked for before the first is waited for: the memory has little to do till a warp takes its units.
+template <class S>
+__device__ __forceinline__ void begin(const Attention& a, const Shared<S>& s, const Share& share, Head<S::DIM>& q,
+                                      Softmax<S::DIM>& softmax, int warp, int thread) {
+    constexpr int DIM = S::DIM, HALF = Head<DIM>::PAIRS / 2;
+    int query = share.head * a.group + min(thread / 4, a.group - 1);  // the last one again where there are fewer than eight
     int64_t lane = share.lane;
-    bool newest = share.newest(), rotated = a.cosines != nullptr;
-    const __nv_bfloat16* value = a.v + lane * a.v_token + share.head * a.v_head;
-    Head<DIM> key;
+    bool rotated = a.cosines != nullptr;
+    Newest<DIM> newest;
     float2 cosines[HALF], sines[HALF];
-    q.load(a.q + lane * a.q_token + query * a.q_head, thread / 4 < a.group, thread);
-    key.load(a.k + lane * a.k_token + share.head * a.k_head, newest, thread);
-    int64_t slot = newest ? a.slots[lane] : 0;
+    float score = 0.0f;
+    q.load(a.q + lane * a.q_token + query * a.q_head, thread);
+    newest.load(a, share, thread);
     if (rotated)
 #pragma unroll
         for (int i = 0; i < HALF; ++i) {
             int64_t at = lane * (DIM / 2) + Head<DIM>::first(i, thread);
             cosines[i] = *reinterpret_cast<const float2*>(a.cosines + at), sines[i] = *reinterpret_cast<const float2*>(a.sines + at);
         }
-    if (rotated && a.q_weight != nullptr) q.norm(a.q_weight, a.eps, thread);
-    if (rotated && a.k_weight != nullptr) key.norm(a.k_weight, a.eps, thread);
-    if (rotated) q.rotate(cosines, sines), key.rotate(cosines, sines);
-    softmax.begin(value, q.times(key) * a.scale, newest, thread);
-    if (newest) keep(a, share, slot, key, value, thread);
+    if (rotated && a.q_weight != nullptr) q.norm(s.q_weight[warp], a.eps, thread);
+    if (rotated) q.rotate(cosines, sines);
+    if (share.newest()) {
+        if (rotated && a.k_weight != nullptr) newest.key.norm(s.k_weight[warp], a.eps, thread);
+        if (rotated) newest.key.rotate(cosines, sines);
+        score = q.times(newest.key) * a.scale;
+        newest.keep(a, share, thread);
+    }
+    softmax.begin(newest.value, score, share.newest(), thread);
+}
+
+// Brings the weights of norms close to a warp.
+template <class S>
+__device__ __forceinline__ void fetch_norms(const Attention& a, Shared<S>& s, int warp, int thread) {
+    for (int at = thread * 2; at < S::DIM; at += 64) {
+        if (a.q_weight != nullptr) *reinterpret_cast<uint32_t*>(s.q_weight[warp] + at) = load_pair(a.q_weight + at);
+        if (a.k_weight != nullptr) *reinterpret_cast<uint32_t*>(s.k_weight[warp] + at) = load_pair(a.k_weight + at);
+    }
+    __syncwarp();
 }
 
 // The weighted mean of the results of a lane's shares, in their order, for HEADS query heads from `part` on, the first share's.
+// Some are asked for at once.
 template <int DIM, int HEADS>
 __device__ void add_up_heads(const Attention& a, int splits, int part, __nv_bfloat16* out, int thread) {
     constexpr int OWN = DIM / 32, AT_ONCE = HEADS == 8 ? 2 : 4;  // numbers of a head in a thread; shares
     int stride = a.kv_heads * a.group;
     const float *log_sums = a.log_sum + part, *numbers = a.partial + static_cast<int64_t>(part) * DIM + thread * OWN;
-    float own_top = NOTHING;  // of the head thread % HEADS
-    for (int split = thread / HEADS; split < splits; split += 32 / HEADS)
-        own_top = fmaxf(own_top, __ldcg(log_sums + split * stride + thread % HEADS));
-#pragma unroll
-    for (int far = HEADS; far < 32; far *= 2) own_top = fmaxf(own_top, __shfl_xor_sync(~0u, own_top, far));
     float top[HEADS], total[HEADS] = {}, sum[HEADS][OWN] = {};
 #pragma unroll
-    for (int head = 0; head < HEADS; ++head) top[head] = __shfl_sync(~0u, own_top, head);
+    for (int head = 0; head < HEADS; ++head) top[head] = NOTHING;
 #pragma unroll 1
     for (int first = 0; first < splits; first += AT_ONCE) {
         float log_sum[AT_ONCE][HEADS];
@@ -199,16 +225,23 @@ __device__ void add_up_heads(const Attention& a, int splits, int part, __nv_bflo
 #pragma unroll
             for (int head = 0; head < HEADS; ++head) {
                 int64_t at = static_cast<int64_t>(min(first + next, splits - 1)) * stride + head;
-                log_sum[next][head] = first + next < splits ? __ldcg(log_sums + at) : NOTHING;
+                log_sum[next][head] = __ldcg(log_sums + at);
 #pragma unroll
                 for (int i = 0; i < OWN / 2; ++i)
                     pair[next][head][i] = __ldcg(reinterpret_cast<const float2*>(numbers + at * DIM) + i);
             }
 #pragma unroll
-        for (int next = 0; next < AT_ONCE; ++next)
+        for (int head = 0; head < HEADS; ++head) {
+            float before = top[head];
 #pragma unroll
-            for (int head = 0; head < HEADS; ++head) {
-                float weight = power_of_2(log_sum[next][head] - top[head]);
+            for (int next = 0; next < AT_ONCE; ++next) top[head] = fmaxf(top[head], log_sum[next][head]);
+            float decay = power_of_2(before - top[head]);
+            total[head] *= decay;
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) sum[head][i] *= decay;
+#pragma unroll
+            for (int next = 0; next < AT_ONCE; ++next) {
+                float weight = first + next < splits ? power_of_2(log_sum[next][head] - top[head]) : 0.0f;
                 total[head] += weight;
 #pragma unroll
                 for (int i = 0; i < OWN / 2; ++i) {
@@ -216,6 +249,7 @@ __device__ void add_up_heads(const Attention& a, int splits, int part, __nv_bflo
                     sum[head][2 * i + 1] += weight * pair[next][head][i].y;
                 }
             }
+        }
     }
 #pragma unroll
     for (int head = 0; head < HEADS; ++head)
@@ -245,12 +279,11 @@ __device__ __forceinline__ void end(const Attention& a, const Share& share, Soft
     }
     int64_t part = static_cast<int64_t>(share.ticket) * a.group;
     softmax.write_part(a.partial + part * DIM, a.log_sum + part, a.group, thread);
-    __threadfence();
     __syncwarp();
     int first = share.ticket - share.split * a.kv_heads, before = 0;
-    if (thread == 0) before = atomicAdd(a.arrivals + first, 1);
+    if (thread == 0) before = join(a.arrivals + first);
     if (__shfl_sync(~0u, before, 0) != share.splits - 1) return;
-    __threadfence();
+    __syncwarp();
     if (thread == 0) a.arrivals[first] = 0;
     add_up<DIM>(a, share.splits, first * a.group, out, thread);
 }
@@ -276,14 +309,15 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
         reader.look_up(share), reader.turn_to(share);
         while (reader.has_more() && reader.has_room()) reader.ask(0);
     }
+    fetch_norms(a, s, warp, thread);
     wait_for_input();
     let_next_start();
     while (share.ticket < shares) {
         word = Share::load(a, next_ticket, thread);
-        if (thread == 0 && next_ticket < shares) ticket = 2 * warps + atomicAdd(a.tickets, 1);
+        if (thread == 0 && next_ticket < shares) ticket = 2 * warps + count_up(a.tickets);
         Head<S::DIM> q;
         Softmax<S::DIM> softmax;
-        begin(a, share, q, softmax, thread);
+        begin<S>(a, s, share, q, softmax, warp, thread);
         int unit = share.first_unit(), end_unit = share.last_unit();
         auto take_one = [&] {
             wait_for(&s.full[warp][stage], parity);
