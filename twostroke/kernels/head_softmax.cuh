@@ -47,13 +47,10 @@ struct Head {
 
     // Rounded as transformers rounds it.
     __device__ __forceinline__ void norm(const __nv_bfloat16* weight, float eps, int thread) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            float2 x = numbers(pair[i]);
-            squares += x.x * x.x + x.y * x.y;
-        }
-        float inverse = rsqrtf(sum_of_four(squares) / DIM + eps);
+        float2 products = times(*this);
+        int own = thread / 4;
+        float squares = __shfl_sync(~0u, own % 2 ? products.y : products.x, own * 4 + own / 2);
+        float inverse = rsqrtf(squares / DIM + eps);
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             float2 x = numbers(pair[i]);
@@ -71,20 +68,15 @@ struct Head {
         }
     }
 
-    // The product with another head; each query head's is in its four threads.
-    __device__ __forceinline__ float times(const Head& other) const {
-        float sum = 0.0f;
+    // Products of this warp's heads with those of another: of head thread / 4 with the others' 2 t and 2 t + 1.
+    __device__ __forceinline__ float2 times(const Head& others) const {
+        float even[4] = {}, odd[4] = {};
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            float2 x = numbers(pair[i]), y = numbers(other.pair[i]);
-            sum += x.x * y.x + x.y * y.y;
+        for (int i = 0; i < PAIRS / 2; ++i) {
+            uint32_t rows[4] = {pair[2 * i], 0, pair[2 * i + 1], 0};
+            multiply_16x8(i % 2 ? odd : even, rows, others.pair[2 * i], others.pair[2 * i + 1]);
         }
-        return sum_of_four(sum);
-    }
-
-    static __device__ __forceinline__ float sum_of_four(float value) {
-        value += __shfl_xor_sync(~0u, value, 1);
-        return value + __shfl_xor_sync(~0u, value, 2);
+        return {even[0] + odd[0], even[1] + odd[1]};
     }
 };
 
@@ -129,13 +121,10 @@ struct Softmax {
         }
     };
 
-    // Over the newest position alone, whose score the four threads of each query head have; or over nothing.
-    __device__ __forceinline__ void begin(const Value& value, float score, bool newest, int thread) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float own = __shfl_sync(~0u, score, (thread % 4 * 2 + j) * 4);
-            top[j] = newest ? own : NOTHING, total[j] = newest && thread < 4 ? 1.0f : 0.0f;
-        }
+    // Over the newest position alone, of which a thread has the scores of the query heads 2 t, 2 t + 1; or over nothing.
+    __device__ __forceinline__ void begin(const Value& value, float2 score, bool newest, int thread) {
+        top[0] = newest ? score.x : NOTHING, top[1] = newest ? score.y : NOTHING;
+        total[0] = total[1] = newest && thread < 4 ? 1.0f : 0.0f;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll

@@ -78,6 +78,7 @@ struct Share {
         int item = ticket / a.kv_heads;
         return item < a.most_records && thread < RECORD ? a.schedule[(1 + item) * RECORD + thread] : 0;
     }
+    Share() = default;
     __device__ __forceinline__ Share(const Attention& a, int ticket, int word) : ticket(ticket), head(ticket % a.kv_heads) {
         row = __shfl_sync(~0u, word, ROW), lane = __shfl_sync(~0u, word, LANE);
         begin = __shfl_sync(~0u, word, BEGIN), end = __shfl_sync(~0u, word, END);
@@ -139,10 +140,10 @@ struct Reader {
 // A lane's newest key and value, and where they are kept.
 template <int DIM>
 struct Newest {
-    Head<DIM> key;
+    Head<DIM> key;  // as all heads of the warp
     typename Softmax<DIM>::Value value;
     uint32_t pair[DIM / 64];  // of the value, as it is stored
-    int64_t slot;
+    int slot;
 
     __device__ __forceinline__ void load(const Attention& a, const Share& share, int thread) {
         int64_t lane = share.lane;
@@ -151,17 +152,17 @@ struct Newest {
         value.load(from, thread);
 #pragma unroll
         for (int i = 0; i < DIM / 64; ++i) pair[i] = load_pair(from + i * 64 + thread * 2);
-        slot = a.slots[lane];
+        slot = static_cast<int>(a.slots[lane]);
     }
     __device__ __forceinline__ void keep(const Attention& a, const Share& share, int thread) const {
-        int size = a.block_units * UNIT;
-        int64_t place = ((slot / size * a.kv_heads + share.head) * size + slot % size) * DIM;
+        int size = a.block_units * UNIT, block = slot / size;
+        int64_t line = static_cast<int64_t>(block * a.kv_heads + share.head) * size + (slot - block * size);
+        __nv_bfloat16 *keys = a.key_cache + line * DIM + thread % 4 * 2, *values = a.value_cache + line * DIM + thread * 2;
         if (thread < 4)
 #pragma unroll
-            for (int i = 0; i < Head<DIM>::PAIRS; ++i)
-                *reinterpret_cast<uint32_t*>(a.key_cache + place + Head<DIM>::first(i, thread)) = key.pair[i];
+            for (int i = 0; i < Head<DIM>::PAIRS; ++i) *reinterpret_cast<uint32_t*>(keys + i * 8) = key.pair[i];
 #pragma unroll
-        for (int i = 0; i < DIM / 64; ++i) *reinterpret_cast<uint32_t*>(a.value_cache + place + i * 64 + thread * 2) = pair[i];
+        for (int i = 0; i < DIM / 64; ++i) *reinterpret_cast<uint32_t*>(values + i * 64) = pair[i];
     }
 };
 
@@ -176,7 +177,7 @@ __device__ __forceinline__ void begin(const Attention& a, const Shared<S>& s, co
     bool rotated = a.cosines != nullptr;
     Newest<DIM> newest;
     float2 cosines[HALF], sines[HALF];
-    float score = 0.0f;
+    float2 score = {};
     q.load(a.q + lane * a.q_token + query * a.q_head, thread);
     newest.load(a, share, thread);
     if (rotated)
@@ -190,7 +191,8 @@ __device__ __forceinline__ void begin(const Attention& a, const Shared<S>& s, co
     if (share.newest()) {
         if (rotated && a.k_weight != nullptr) newest.key.norm(s.k_weight[warp], a.eps, thread);
         if (rotated) newest.key.rotate(cosines, sines);
-        score = q.times(newest.key) * a.scale;
+        score = newest.key.times(q);
+        score.x *= a.scale, score.y *= a.scale;
         newest.keep(a, share, thread);
     }
     softmax.begin(newest.value, score, share.newest(), thread);
@@ -289,7 +291,7 @@ __device__ __forceinline__ void end(const Attention& a, const Share& share, Soft
 }
 
 template <class S>
-__global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attention a) {
+__global__ void __maxnreg__(184) streamed_decode(const __grid_constant__ Attention a) {
     extern __shared__ uint8_t raw[];
     Shared<S>& s = *kept(reinterpret_cast<Shared<S>*>(raw + (1024 - address(raw) % 1024) % 1024));
     int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
@@ -299,8 +301,9 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
     }
     __syncwarp();
     Places<S::DIM> places(thread);
-    // A warp's first two tickets are given: those with the longest first shares get the shortest second ones.
-    int warps = gridDim.x * S::WARPS, ticket = blockIdx.x * S::WARPS + warp, next_ticket = 2 * warps - 1 - ticket;
+    // A warp's first two tickets are given: those with the longest first shares get the shortest second ones. Neighbours, which
+    // are of one length, go to different multiprocessors.
+    int warps = gridDim.x * S::WARPS, ticket = warp * gridDim.x + blockIdx.x, next_ticket = 2 * warps - 1 - ticket;
     int word = Share::load(a, ticket, thread), shares = *a.schedule * a.kv_heads, stage = 0;
     uint32_t parity = 0;
     Share share(a, ticket, word);
@@ -328,10 +331,8 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
             reader.give_back(), ++unit;
         };
-        if (unit < end_unit) take_one();
-        Share next(a, next_ticket, word);
-        bool turned = next.ticket >= shares;
-        if (!turned) reader.look_up(next);
+        Share next;
+        bool looked = false, turned = false;
         auto read_on = [&](int after) {
             while (reader.has_room()) {
                 if (!reader.has_more()) {
@@ -342,12 +343,16 @@ __global__ void __maxnreg__(176) streamed_decode(const __grid_constant__ Attenti
                 reader.ask(after);
             }
         };
-        read_on(softmax.after_reads(a.zero));
+        // NOTE: in one place, though the first time differs: a share begins sooner if less of its code is new to the processor.
 #pragma unroll 1
-        while (unit < end_unit) {
-            take_one();
+        do {
+            if (unit < end_unit) take_one();
+            if (!looked) {
+                next = Share(a, next_ticket, word), looked = true, turned = next.ticket >= shares;
+                if (!turned) reader.look_up(next);
+            }
             read_on(softmax.after_reads(a.zero));
-        }
+        } while (unit < end_unit);
         end(a, share, softmax, thread);
         next_ticket = next.ticket < shares ? __shfl_sync(~0u, ticket, 0) : shares;
         share = next;
