@@ -5,7 +5,7 @@ usage: PYTHONPATH=. python bench/medium_linear.py [--layers N] [--buckets]      
 Prints, for the shape of Qwen3-0.6B: errors against float64 and runs that differ; a sweep over tiles for each product
 alone; times of a layer's four products with norms, residual and activation, with the tiles that the engine uses, with
 the best of the sweep, and with the best that leave half the shared memory. A choice that fails prints why, and is left
-out. With --buckets, only a layer's time for each number of lanes that steps are padded to, thin products below 65.
+out. With --buckets, only a layer's time for each number of lanes that steps are padded to, thin products below 33.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.device.buckets import Buckets
 from twostroke.kernels.announced import Written
-from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
+from twostroke.kernels.medium_linear import TOKENS, MediumLinears, MediumTiles, medium_tiles
 from twostroke.kernels.ops import rms_norm
-from twostroke.kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears
+from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
 H, Q, INNER, QKV, V, EPS = 1024, 2048, 3072, 4096, 151936, 1e-6
 SHAPES = {"o": (H, Q), "gate_up": (2 * INNER, H), "down": (H, INNER), "qkv": (QKV, H)}
@@ -187,7 +187,7 @@ def compare_buckets(layers):
     for tokens in Buckets.padded(256).sizes:
         layers.inputs(tokens)
         blas = microseconds("cuBLAS", layers.cublas, count)
-        fused = microseconds("engine", layers.chain(thin if tokens <= MAX_TOKENS else medium), count)
+        fused = microseconds("engine", layers.chain(medium if tokens in TOKENS else thin), count)
         print(f"{tokens} lanes, us a layer: cuBLAS {blas:.1f}, engine {fused:.1f}", flush=True)
 
 

@@ -113,7 +113,7 @@ def test_weights_that_fit_and_pay():
 
 @pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)])
 def test_no_tile_reaches_beyond_the_last_token(rows, columns):
-    """Whatever lies there takes longer to read than tokens do. Steps of fewer tokens have thin products."""
+    """Whatever lies there takes longer to read than tokens do. Up to 64 tokens have one tile."""
     weight = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
     for epilogue in Epilogue:
         for tokens in range(65, 257):

@@ -124,7 +124,12 @@ def test_more_lanes_are_thin_where_weights_are_small(model, monkeypatch, most_by
     monkeypatch.setattr(medium_linear.MediumWeight, "fits", staticmethod(lambda weight: True))
     monkeypatch.setattr(medium_linear, "MAX_BYTES", most_bytes)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    assert len(ThinDecoder.made_for(model)) == count
+    made = ThinDecoder.made_for(model)
+    assert len(made) == count
+    steps = {lanes: make_step(model, [(0, 0, 1)] * lanes, []) for lanes in (1, 32, 33, 64, 256)}
+    taken = {lanes: [thin.takes(step) for thin in made] for lanes, step in steps.items()}
+    few = {1: [True], 32: [True], 33: [True], 64: [True], 256: [False]}
+    assert taken == {lanes: [lanes > 32] * (count - 1) + takes for lanes, takes in few.items()}
 
 
 def test_a_layer_is_attention_and_one_launch(model, monkeypatch):

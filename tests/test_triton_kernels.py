@@ -54,6 +54,16 @@ def test_norms(tokens, width):
         close(actual, expected)
 
 
+@pytest.mark.parametrize(("tokens", "width", "parts"), [(1, 64, 1), (3, 80, 5), (17, 576, 32)])
+def test_the_rest_of_a_norm(tokens, width, parts):
+    """A product left the sums of squares of parts of what it scaled by the norm's weight."""
+    x, weight = torch.randn(tokens, width), torch.randn(width)
+    squares = torch.rand(parts, tokens)
+    squares *= x.square().sum(1) / squares.sum(0)
+    finished = norm.finish_norm((x * weight).to(DEVICE), squares.to(DEVICE), 1e-3)
+    close(finished, ops.rms_norm(x, weight, 1e-3))
+
+
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 80), (2, 1536)])
 def test_silu_mul(tokens, width):
     gate_up = torch.randn(tokens, 2 * width + 3)[:, : 2 * width]

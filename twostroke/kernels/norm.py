@@ -1,4 +1,4 @@
-"""RMS norm, alone and fused with the residual addition before it."""
+"""RMS norm, alone, fused with the residual addition before it, and the rest of one that a product began."""
 
 # Kernel parameters are pointers and scalars of Triton's own types, which mypy does not know.
 # mypy: disallow-untyped-defs=False
@@ -45,6 +45,29 @@ def rms_norm_kernel(
     tl.store(normed_ptr + token * WIDTH + column, normed.to(dtype), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def finish_norm_kernel(
+    values_ptr,
+    squares_ptr,
+    normed_ptr,
+    num_tokens,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+):
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    column, part = tl.arange(0, BLOCK), tl.arange(0, PARTS_PAD)
+    inside = column < WIDTH
+    values = tl.load(values_ptr + token * WIDTH + column, mask=inside, other=0.0)
+    squares = tl.load(squares_ptr + part * num_tokens + token, mask=part < PARTS, other=0.0)
+    inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    normed = values.to(tl.float32) * inverse
+    tl.store(normed_ptr + token * WIDTH + column, normed.to(values.dtype), mask=inside)
+
+
 def _warps(width: int) -> int:
     """With few tokens a program's own latency counts: a thread has one load of 16 bytes per bf16 tensor."""
     return max(1, min(16, next_power_of_2(width) // 256))
@@ -73,3 +96,19 @@ def add_rms_norm(
         WIDTH=width, BLOCK=next_power_of_2(width), ADD=True, num_warps=_warps(width),
     )  # fmt: skip
     return normed, total
+
+
+def finish_norm(values: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return values / sqrt(sum of squares / N + eps), dtype of values.
+
+    Args:
+        values: [T, N], contiguous, x times the weight of its norm.
+        squares: float32 [parts, T], contiguous, sums of squares of the parts of x.
+    """
+    tokens, width = values.shape
+    normed = torch.empty_like(values)
+    finish_norm_kernel[(tokens,)](
+        values, squares, normed, tokens, eps, WIDTH=width, BLOCK=next_power_of_2(width),
+        PARTS=len(squares), PARTS_PAD=next_power_of_2(len(squares)), num_warps=_warps(width),
+    )  # fmt: skip
+    return normed

@@ -77,12 +77,14 @@ class ThinDecoder:
 
     @classmethod
     def made_for(cls, decoder: Decoder) -> list[ThinDecoder]:
-        """Return the thin steps of a decoder, of few lanes and of more; each where its device and shapes allow it."""
+        """Return the thin steps of a decoder, of more lanes and of few, each where its device and shapes allow it.
+        Where both take a step, the first do.
+        """
         if decoder.device.type != "cuda" or not _is_plain(decoder):
             return []
         capability = torch.cuda.get_device_capability(decoder.device)
-        few = cls._of_few(decoder) if capability == CAPABILITY else []
-        return few + (cls._of_more(decoder) if capability >= CAPABILITY else [])
+        more = cls._of_more(decoder) if capability >= CAPABILITY else []
+        return more + (cls._of_few(decoder) if capability == CAPABILITY else [])
 
     @classmethod
     def _of_few(cls, decoder: Decoder) -> list[ThinDecoder]:
@@ -108,7 +110,7 @@ class ThinDecoder:
         if not fits or not all(medium.MediumWeight.pays(weight) for weight in weights):
             return []
         linears = medium.MediumLinears(decoder.device, decoder.config.norm_eps)
-        return [cls(decoder, linears, range(MAX_TOKENS + 1, medium.MAX_TOKENS + 1))]
+        return [cls(decoder, linears, medium.TOKENS)]
 
     def takes(self, step: StepInputs) -> bool:
         """Whether a step is one of those; shapes alone decide."""
