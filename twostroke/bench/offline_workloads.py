@@ -55,7 +55,7 @@ def small() -> Workload:
     rng = random.Random(0)
     prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     outputs = [rng.randint(100, 1024) for _ in range(256)]
-    return Workload("qwen3-0.6b", prompts, outputs, 0.6, max_rows=256, max_model_len=4096, max_step_tokens=8192)
+    return Workload("qwen3-0.6b", prompts, outputs, 0.6, max_rows=256, max_model_len=4096, max_step_tokens=16384)
 
 
 def gsm8k() -> Workload:

@@ -56,10 +56,8 @@ struct Shape {
 template <class Act>
 void with_shape(int dim, int warps, int stages, Act act) {
     if (dim == 128 && warps == 8 && stages == 2) act(Shape<128, 8, 2>{});
-    if (dim == 128 && warps == 6 && stages == 3) act(Shape<128, 6, 3>{});
     if (dim == 128 && warps == 4 && stages == 6) act(Shape<128, 4, 6>{});
     if (dim == 64 && warps == 8 && stages == 2) act(Shape<64, 8, 4>{});
-    if (dim == 64 && warps == 6 && stages == 3) act(Shape<64, 6, 6>{});
     if (dim == 64 && warps == 4 && stages == 6) act(Shape<64, 4, 12>{});
 }
 

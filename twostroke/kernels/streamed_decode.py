@@ -20,9 +20,10 @@ HEAD_DIMS = (64, 128)
 CAPABILITY = (9, 0)
 TILES = tuple(
     DecodeTiles(UNIT, warps=warps, stages=stages, programs=warps, min_share=4, ahead=0, rounds=2)
-    for warps, stages in ((4, 6), (6, 3), (8, 2))
+    for warps, stages in ((4, 6), (8, 2))
 )
-"""How work is cut, fewest warps first: into shares of units, each for one warp; measured, see bench/NOTES.md."""
+"""How work is cut, for four warps a multiprocessor and for eight: into shares of units, one a warp; measured, see
+bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TARGET = "90a"
@@ -33,13 +34,12 @@ _LINE = 64
 def streamed_tiles(lanes: int, kv_heads: int, processors: int) -> DecodeTiles:
     """Return those of `TILES` for so many lanes on a device of so many multiprocessors.
 
-    If each of eight warps had about one lane of one kv head, those with long ones would be left alone in the end. Then
-    the fewest warps are taken that have at most two each, a long one and a short one.
+    If each of eight warps had about one lane of one kv head, those with long ones would be left alone in the end. Four
+    have two each then, a long one and a short one.
     """
-    shares, most = lanes * kv_heads, TILES[-1]
-    if shares <= 0.8 * most.warps * processors:
-        return most
-    return next((tiles for tiles in TILES if shares <= 2 * tiles.warps * processors), most)
+    (four, eight), shares = TILES, lanes * kv_heads
+    about_one_each = 0.8 * eight.warps * processors < shares <= 2 * four.warps * processors
+    return four if about_one_each else eight
 
 
 class _Attention(ctypes.Structure):
