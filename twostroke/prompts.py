@@ -26,7 +26,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, np.ndarray):
         return list(prompts) if prompts.ndim == 2 else [prompts]
     listed: list[Any] = list(prompts)
-    one_prompt = bool(listed) and not any(isinstance(item, str | Sequence | np.ndarray) for item in listed)
+    one_prompt = bool(listed) and not _any_is(listed, (str, Sequence, np.ndarray))
     return [listed] if one_prompt else listed
 
 
@@ -42,8 +42,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
         raise InvalidRequest(
             f"prompt={shown(prompt)} must be a string, a list of token ids, or a list of chat messages"
         )
-    is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
-    if not isinstance(prompt, str) and not is_chat:
+    if not isinstance(prompt, str) and not _any_is(prompt, (Mapping,)):
         return prompt  # type: ignore[return-value]
     if tokenizer is None:
         raise InvalidRequest(f"prompt={shown(prompt)}: this model has no tokenizer, give token ids")
@@ -51,6 +50,12 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] 
         require_utf8("prompt", prompt)
         return require_tokens(prompt, tokenizer.encode(prompt))
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+
+
+def _any_is(items: Sequence[object], kinds: tuple[type, ...]) -> bool:
+    """Whether an item is of one of `kinds`, which ints are not of."""
+    # NOTE: the plain type first: asking an abstract kind of each of so many token ids would take longer than all else.
+    return set(map(type, items)) != {int} and any(isinstance(item, kinds) for item in items)
 
 
 def require_tokens(text: str, ids: list[int]) -> list[int]:
