@@ -83,7 +83,7 @@ ALLOWED = {
     "watched": {"device"},
     "inbox": set(),
     "stderr": {"rich"},
-    "progress": {"rich", "stderr"},
+    "progress": {"rich", "stderr", "text"},
     "prompts": {"numpy", "checks", "text"},
     "build_report": set(),
     "build_host_tier": {"torch", "config"} | BELOW_ENGINE,

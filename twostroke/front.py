@@ -109,7 +109,10 @@ class Front:
         try:
             self._start(handles)
             with Progress(handles, progress) as bar:
-                bar.wait()
+                for ended in bar.wait():
+                    # NOTE: made, and kept by the handle, while others run; what it raises is raised below.
+                    with contextlib.suppress(TwostrokeError):
+                        ended.result()
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:
