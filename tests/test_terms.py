@@ -69,6 +69,17 @@ def test_parameters_that_can_change_are_checked_each_time(changing):
     assert known.of(sound) is terms
 
 
+def test_tuples_are_constant_if_all_that_they_hold_is():
+    known, word = KnownTerms(Counting()), [3]
+    constant = SamplingParams(bad_words=((3,), (4, 5)), allowed_token_ids=range(9))
+    terms = known.of(constant)
+    assert known.of(constant) is terms
+    params = SamplingParams(bad_words=((4, 5), word))
+    assert known.of(params).rules.bad_words() == [[3], [4, 5]]
+    word[0] = 6
+    assert known.of(params).rules.bad_words() == [[6], [4, 5]]
+
+
 def test_a_list_that_changes_between_two_requests_counts_for_the_second():
     """What a request asked for stays as it was when it came."""
     stops = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -163,15 +163,17 @@ class KnownTerms:
         if (known := self._known.get(id(params))) is not None:
             return known
         terms = self._create(params)
-        if terms.params is params and all(_is_constant(getattr(params, each.name)) for each in fields(params)):
+        if terms.params is params and all(map(_is_constant, vars(params).values())):
             self._known[id(params)] = terms
         return terms
 
 
 def _is_constant(value: object) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    return value is None or type(value) in (bool, int, float, str, range)
+    return type(value) in _PLAIN_TYPES or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, range})
+"""Those of values that cannot be changed."""
 
 
 _LEDGER_PARAMETERS = (
