@@ -80,6 +80,30 @@ def models(request, tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
+def streamed_library(tmp_path_factory):
+    """The library of the attention of decode lanes in CUDA C++, for the CPU."""
+    from emulation import compiled
+
+    sources = ["streamed_decode.cuh", "head_softmax.cuh"]
+    return compiled(tmp_path_factory.mktemp("emulated"), "streamed_decode.cpp", sources)
+
+
+@pytest.fixture
+def launcher(request, monkeypatch):
+    """Makes a `StreamedDecode` for a device; on the CPU its warps are emulated."""
+    from streamed_case import emulate
+
+    from twostroke.kernels.streamed_decode import StreamedDecode
+
+    def make(where):
+        if where == "cpu":
+            emulate(request.getfixturevalue("streamed_library"), monkeypatch)
+        return StreamedDecode(torch.device(where))
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def ray_cluster():
     """A Ray cluster of two nodes on this machine, which this process is connected to; see ray_nodes.py."""
     pytest.importorskip("ray")

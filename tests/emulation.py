@@ -1,6 +1,7 @@
 """Kernels in CUDA C++ on the CPU: their sources, with twins of what only a GPU has, see `emulated/warp.h`."""
 
 import ctypes
+import mmap
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,3 +29,13 @@ def compiled(folder, main, sources):
     made = folder / f"{main.stem}.so"
     subprocess.run(["g++", *FLAGS, *includes, "-o", made, main], check=True)
     return ctypes.CDLL(str(made))
+
+
+def ahead_of_a_gap(tensor):
+    """Return a copy behind which no memory is."""
+    begin = -tensor.nbytes % mmap.PAGESIZE
+    memory = mmap.mmap(-1, begin + tensor.nbytes + mmap.PAGESIZE)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + begin + tensor.nbytes
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(place), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin).view(tensor.shape)
+    return moved.copy_(tensor)

@@ -1,7 +1,4 @@
-"""The attention of decode lanes in CUDA C++, against the plain backend in float32: on a GPU, and by emulated warps.
-
-The cache is full of NaN wherever a sequence has nothing of its own, so a read too far shows.
-"""
+"""The attention of decode lanes in CUDA C++, against the plain backend in float32: on a GPU, and by emulated warps."""
 
 from __future__ import annotations
 
@@ -10,59 +7,30 @@ import shutil
 import subprocess
 from itertools import cycle, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from emulation import compiled, emulated
+from emulation import emulated
 from paged_case import make_case
+from streamed_case import EMULATED_BLOCKS, NAN, Streamed, assert_near, plain, random_rotary
 
 from twostroke.attention.interface import LayerSpec
-from twostroke.attention.torch_backend import TorchAttention
-from twostroke.kernels import ops, streamed_decode
+from twostroke.kernels import streamed_decode
 from twostroke.kernels.compiler import CompilerMissing
-from twostroke.kernels.ops import Rotary
 from twostroke.kernels.streamed_decode import TILES, UNIT, StreamedDecode, streamed_tiles
 
 pytest.importorskip("triton")
 
 from twostroke.attention import triton_backend
-from twostroke.kernels.decode_schedule import DecodeSchedule, make_schedule
-from twostroke.kernels.paged_decode import DecodeWorkspace
 
 # The interpreter of triton 3.6 relies on what numpy 2.3 announces to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
-NAN = float("nan")
 WARPS = [f"{tiles.warps} warps" for tiles in TILES]
-EMULATED_BLOCKS = 2
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
 WHERE = [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=[pytest.mark.gpu, hopper])]
-
-
-@pytest.fixture(scope="module")
-def emulation(tmp_path_factory):
-    """The library of the kernel for the CPU."""
-    sources = ["streamed_decode.cuh", "head_softmax.cuh"]
-    return compiled(tmp_path_factory.mktemp("emulated"), "streamed_decode.cpp", sources)
-
-
-@pytest.fixture
-def launcher(request, monkeypatch):
-    """Makes a `StreamedDecode` for a device; on the CPU its warps are emulated."""
-
-    def make(where):
-        if where == "cpu":
-            library = request.getfixturevalue("emulation")
-            monkeypatch.setattr(streamed_decode, "load_library", lambda *_: library)
-            processors = SimpleNamespace(multi_processor_count=EMULATED_BLOCKS)
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
-            monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-        return StreamedDecode(torch.device(where))
-
-    return make
 
 
 def test_shapes_that_fit():
@@ -106,65 +74,6 @@ def test_the_source_compiles(tmp_path):
     assert "warning" not in done.stderr
 
 
-def random_rotary(tokens, head_dim, norms, where):
-    inv_freq = 10_000.0 ** (-torch.arange(head_dim // 2, device=where) / (head_dim // 2))
-    tables = ops.rotary_tables(torch.randint(0, 4_000, (tokens,), device=where), inv_freq, 1.0)
-    weights = [1 + torch.randn(head_dim, device=where).bfloat16() / 8 if norm else None for norm in norms]
-    return Rotary(*tables, *weights, 1e-5)
-
-
-def in_float32(rotary):
-    q_norm, k_norm = (None if norm is None else norm.float() for norm in (rotary.q_norm, rotary.k_norm))
-    return rotary._replace(q_norm=q_norm, k_norm=k_norm)
-
-
-def plain(case, spec, num_blocks, block_size, rotary):
-    """Return (keys, values, output) of the plain backend, in float32."""
-    attention = TorchAttention([spec], num_blocks, block_size, torch.float32, case.q.device)
-    case.fill(attention)
-    q, k, v = (x.float() for x in (case.q, case.k, case.v))
-    if rotary is None:
-        out = attention.forward(0, q, k, v, case.step)
-    else:
-        out = attention.forward_rotary(0, q, k, v, in_float32(rotary), case.step)
-    return attention.keys[0], attention.values[0], out
-
-
-def assert_near(out, expected):
-    """By the norms of each lane's heads: a position of a long lane adds less than single numbers are rounded by."""
-    errors, norms = (x.double().norm(dim=2) for x in (out - expected, expected))
-    assert (errors <= 2e-2 * norms).all(), f"off by {(errors / norms).max():.1%}"
-
-
-class Streamed:
-    """Runs the kernel on a case, the first time on a cache that lacks the newest positions."""
-
-    def __init__(self, attend, case, spec, num_blocks, block_size, *, extra, min_share=1, tiles=TILES[-1]):
-        device = case.q.device
-        self.attend, self.case, self.spec = attend, case, spec
-        self.cache = TorchAttention([spec], num_blocks, block_size, torch.bfloat16, device)
-        self.tiles = tiles._replace(min_share=min_share)
-        self.workspace = DecodeWorkspace.zeros(2 * extra * spec.heads, spec.head_dim, device)
-        self.workspace.partial.fill_(NAN)
-        self.workspace.log_sum.fill_(NAN)
-        self.schedule = DecodeSchedule.empty(case.step.num_lanes, extra, device)
-        case.fill(self.cache)
-
-    def __call__(self, rotary):
-        case, spec, step = self.case, self.spec, self.case.step
-        cut = {"window": spec.window, "tile": UNIT, "min_share": self.tiles.min_share, "rounds": self.tiles.rounds}
-        make_schedule(self.schedule, step.lane_rows, step.lane_lengths, **cut)
-        out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
-        self.attend(
-            case.q, case.k, case.v, rotary, self.cache.keys[0], self.cache.values[0],
-            step.block_tables[spec.group], step.cache_slots[spec.group], self.schedule, out, self.workspace,
-            scale=spec.scale, tiles=self.tiles,
-        )  # fmt: skip
-        assert not self.workspace.arrivals.any()
-        assert not self.workspace.tickets.any()
-        return out
-
-
 LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
 
 
@@ -184,23 +93,26 @@ LENGTHS = [1, UNIT, UNIT + 1, 0, UNIT + 2, 2 * UNIT + 1, 0, 150, 700, 33, 2]
 def test_equals_rotating_writing_and_attending(
     launcher, where, kv_heads, group, head_dim, block_size, window, norms, tiles
 ):
-    """F09, F10 among it: dead lanes write nothing and come out as zeros, whatever lies in the cache."""
+    """F09, F10 among it: dead lanes write nothing and come out as zeros, whatever lies in the cache and in them."""
     torch.manual_seed(0)
     spec = LayerSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, window, group=1)
     options = {"lengths": LENGTHS, "chunks": [], "block_size": block_size, "dtype": torch.bfloat16}
     case, num_blocks = make_case(spec, device=where, **options)
+    dead = case.step.lane_lengths == 0
+    for x in (case.q, case.k, case.v):
+        x[dead] = NAN
     rotary = None if norms is None else random_rotary(len(LENGTHS), head_dim, norms, where)
     keys, values, expected = plain(case, spec, num_blocks, block_size, rotary)
-    inputs = [x.clone() for x in (case.q, case.k, case.v)]
+    inputs = [x.clone().view(torch.int16) for x in (case.q, case.k, case.v)]
     run = Streamed(launcher(where), case, spec, num_blocks, block_size, extra=9, tiles=tiles)
     first = run(rotary)
     torch.testing.assert_close(run.cache.keys[0][1:].float(), keys[1:], rtol=2e-2, atol=2e-2, equal_nan=True)
     torch.testing.assert_close(run.cache.values[0][1:].float(), values[1:], rtol=0, atol=0, equal_nan=True)
     assert run.cache.keys[0][0].isnan().all()
-    dead = case.step.lane_lengths == 0
     assert torch.equal(first[dead], torch.zeros_like(first[dead]))
     assert_near(first[~dead], expected[~dead])
-    assert all(torch.equal(x, before) for x, before in zip((case.q, case.k, case.v), inputs, strict=True))
+    for x, before in zip((case.q, case.k, case.v), inputs, strict=True):
+        assert torch.equal(x.view(torch.int16), before)
     for _ in range(20 if where == "cuda" else 1):
         assert torch.equal(run(rotary), first)
 
@@ -235,7 +147,7 @@ def test_a_share_of_many_blocks(launcher, block_size):
 
 @emulated
 @pytest.mark.parametrize("tiles", TILES, ids=WARPS)
-def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
+def test_who_takes_which_share_changes_nothing(launcher, streamed_library, tiles):
     """Warps one after the other, from the first or from the last: each takes all shares that are left. Or in turn, so
     that the rings of a block are in use together.
     """
@@ -246,7 +158,7 @@ def test_who_takes_which_share_changes_nothing(launcher, emulation, tiles):
     rotary = random_rotary(len(lengths), 128, (False, False), "cpu")
     _, _, expected = plain(case, spec, num_blocks, 16, rotary)
     run = Streamed(launcher("cpu"), case, spec, num_blocks, 16, extra=5, min_share=4, tiles=tiles)
-    outs, order = [], ctypes.c_int.in_dll(emulation, "order")
+    outs, order = [], ctypes.c_int.in_dll(streamed_library, "order")
     for order.value in (1, 2, 0):
         outs.append(run(rotary))
     assert 4 * int(run.schedule.words[0, 0]) > EMULATED_BLOCKS * tiles.warps

@@ -115,21 +115,34 @@ def test_an_engine_beside_another_says_that_it_is_slower(model, monkeypatch, cap
     assert ("another engine" in caplog.text) is not chains
 
 
-@pytest.mark.parametrize(("most_bytes", "count"), [(1 << 20, 2), (1, 1)])
-def test_more_lanes_are_thin_where_weights_are_small(model, monkeypatch, most_bytes, count):
+def made_on(capability, model, monkeypatch, most_bytes=1 << 20):
+    """Return the thin steps on a GPU whose medium products pay up to so many bytes of weight."""
     medium_linear = pytest.importorskip("twostroke.kernels.medium_linear")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("twostroke.model.thin.ThinLinears", lambda device, eps: PlainLinears(eps))
     monkeypatch.setattr(ThinWeight, "fits", staticmethod(lambda weight, gated=False: True))
     monkeypatch.setattr(medium_linear.MediumWeight, "fits", staticmethod(lambda weight: True))
     monkeypatch.setattr(medium_linear, "MAX_BYTES", most_bytes)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    made = ThinDecoder.made_for(model)
+    return ThinDecoder.made_for(model)
+
+
+@pytest.mark.parametrize(("most_bytes", "count"), [(1 << 20, 2), (1, 1)])
+def test_more_lanes_are_thin_where_weights_are_small(model, monkeypatch, most_bytes, count):
+    made = made_on((9, 0), model, monkeypatch, most_bytes)
     assert len(made) == count
-    steps = {lanes: make_step(model, [(0, 0, 1)] * lanes, []) for lanes in (1, 32, 33, 64, 256)}
+    steps = {lanes: make_step(model, [(0, 0, 1)] * lanes, []) for lanes in (1, 32, 33, 64, 256, 257)}
     taken = {lanes: [thin.takes(step) for thin in made] for lanes, step in steps.items()}
-    few = {1: [True], 32: [True], 33: [True], 64: [True], 256: [False]}
-    assert taken == {lanes: [lanes > 32] * (count - 1) + takes for lanes, takes in few.items()}
+    few = {1: [True], 32: [True], 33: [True], 64: [True], 256: [False], 257: [False]}
+    assert taken == {lanes: [32 < lanes < 257] * (count - 1) + takes for lanes, takes in few.items()}
+
+
+@pytest.mark.parametrize(("capability", "lanes"), [((8, 9), []), ((10, 0), [33])])
+def test_what_other_gpus_have_of_both(model, monkeypatch, capability, lanes):
+    """CUDA C++ is for compute capability 9.0 alone; Triton's products need a GPU no older than that."""
+    steps = {count: make_step(model, [(0, 0, 1)] * count, []) for count in (32, 33)}
+    made = made_on(capability, model, monkeypatch)
+    assert [count for count, step in steps.items() if any(thin.takes(step) for thin in made)] == lanes
 
 
 def test_a_layer_is_attention_and_one_launch(model, monkeypatch):
