@@ -21,7 +21,8 @@ from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.device.buckets import Buckets
 from twostroke.kernels.announced import Written
-from twostroke.kernels.medium_linear import TOKENS, MediumLinears, MediumTiles, medium_tiles
+from twostroke.kernels.medium_linear import LANES as TAKEN
+from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
 from twostroke.kernels.ops import rms_norm
 from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
@@ -187,7 +188,7 @@ def compare_buckets(layers):
     for tokens in Buckets.padded(256).sizes:
         layers.inputs(tokens)
         blas = microseconds("cuBLAS", layers.cublas, count)
-        fused = microseconds("engine", layers.chain(medium if tokens in TOKENS else thin), count)
+        fused = microseconds("engine", layers.chain(medium if tokens in TAKEN else thin), count)
         print(f"{tokens} lanes, us a layer: cuBLAS {blas:.1f}, engine {fused:.1f}", flush=True)
 
 

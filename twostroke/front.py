@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -113,6 +114,7 @@ class Front:
                     # NOTE: made, and kept by the handle, while others run; what it raises is raised below.
                     with contextlib.suppress(TwostrokeError):
                         ended.result()
+                    time.sleep(0)  # lets the loop's thread have the interpreter, if it waits for that
             return [handle.result() for handle in handles]
         finally:
             for handle in handles:

@@ -27,8 +27,9 @@ from .norm import finish_norm
 from .sizes import cdiv, next_power_of_2
 from .thin_linear import Epilogue, Scaled
 
-TOKENS = range(33, 257)
-"""Fewer have thin products, more the library's; measured with the shapes of a model of 0.6 billion parameters."""
+LANES = range(33, 257)
+"""Of a step. Fewer have thin products, more the library's; measured with the shapes of a model of 0.6 billion
+parameters."""
 MAX_BYTES = 16 << 20
 """Of a weight. Reading it takes 4 us then; of a larger one's time a launch and the small kernels are a lesser part."""
 

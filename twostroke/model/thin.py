@@ -110,7 +110,7 @@ class ThinDecoder:
         if not fits or not all(medium.MediumWeight.pays(weight) for weight in weights):
             return []
         linears = medium.MediumLinears(decoder.device, decoder.config.norm_eps)
-        return [cls(decoder, linears, medium.TOKENS)]
+        return [cls(decoder, linears, medium.LANES)]
 
     def takes(self, step: StepInputs) -> bool:
         """Whether a step is one of those; shapes alone decide."""
