@@ -233,6 +233,15 @@ def test_a_sleeping_engine_takes_no_weights(server, models):
     assert (refused.status, refused.error["code"]) == (409, "engine_asleep")
 
 
+def test_a_sleeping_engine_drains_nothing_that_has_begun(server, direct):
+    stream = Stream(server, PROMPTS[0])
+    assert do(server, "/sleep").json["asleep"]
+    refused = do(server, "/pause", mode="drain")
+    assert (refused.status, refused.error["code"]) == (409, "engine_asleep")
+    assert not do(server, "/wake").json["paused"]
+    assert stream.end() == expected(direct, PROMPTS[:1], LONG)[0]
+
+
 def test_metrics_and_the_page_know(server):
     do(server, "/pause")
     text = server.get("/metrics").data.decode()

@@ -52,6 +52,9 @@ def test_g11_a_sleep_changes_nobody_s_tokens(mode, models, old):
         handles.append(engine.submit(PROMPTS[0], greedy()))
         with pytest.raises(EngineAsleep, match="sleeps"):
             engine.update_weights(models[1])
+        with pytest.raises(EngineAsleep, match="sleeps"):
+            engine.pause("drain")
+        assert not engine.stats().paused
         engine.resume()
         assert not handles[-1].wait(0.02), "a sleeping engine was woken by resume"
         engine.wake()
@@ -59,6 +62,18 @@ def test_g11_a_sleep_changes_nobody_s_tokens(mode, models, old):
         assert results(handles) == [*old, old[0]]
         assert [handle.result().preemptions for handle in handles] == [1, 1, 1, 0]
         quiet(engine)
+
+
+@every_mode
+def test_a_sleeping_engine_in_which_nothing_has_begun_has_drained(mode, models, old):
+    with running(mode, models[0], num_blocks=64) as engine:
+        engine.sleep()
+        handle = engine.submit(PROMPTS[0], greedy())
+        engine.pause("drain")
+        engine.wake()
+        assert not handle.wait(0.02), "a drain was ended by wake"
+        engine.resume()
+        assert results([handle]) == old[:1]
 
 
 def test_a_sleep_that_was_interrupted_can_be_undone(models, old):

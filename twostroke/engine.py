@@ -267,6 +267,7 @@ class Engine(Front):
                 that have begun go on to their end first, and begins none.
 
         Raises:
+            EngineAsleep: what should drain cannot go on, since the engine sleeps.
             EngineDead, EngineClosed: the engine has ended, or did so meanwhile.
         """
         self._maintenance.pause(mode)

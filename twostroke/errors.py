@@ -44,7 +44,7 @@ class NotEnoughMemory(TwostrokeError, RuntimeError):
 
 
 class EngineAsleep(TwostrokeError, RuntimeError):
-    """The call needs the weights, and they are put away."""
+    """The call needs an engine that is awake: its weights are put away."""
 
 
 class BatchStopped(TwostrokeError, RuntimeError):

@@ -70,6 +70,8 @@ class Maintenance:
 
     def _hold(self, name: str, *, drain: bool) -> None:
         def hold(scheduler: Scheduler, future: Future[Any]) -> None:
+            if drain and self._away is not None and scheduler.has_begun_some:
+                raise EngineAsleep("the engine sleeps: what has begun can be drained once it is awake")
             scheduler.hold(name, drain=drain, on_quiet=lambda: answer(future))
 
         self._calls.call(hold)

@@ -229,14 +229,14 @@ class Scheduler:
         False if nothing can run before a mask has come: that is told of by a command.
         """
         if not self.gate.is_open:
-            if self.gate.is_awaited(begun=self._has_begun_some):
+            if self.gate.is_awaited(begun=self.has_begun_some):
                 return True
             if self.gate.is_shut:
                 return False
         return not self._stalled and bool(self.waiting or self.rows.running or self.batch.releases)
 
     @property
-    def _has_begun_some(self) -> bool:
+    def has_begun_some(self) -> bool:
         """While the gate is not open: whether anything that has begun is left."""
         return bool(self.waiting or self.rows.running or self.batch.draining)
 
@@ -282,7 +282,7 @@ class Scheduler:
         """The next step, which counts as launched from now on; None if nothing can run before a commit."""
         if not self.gate.is_open:
             in_flight = self.batch.launched_step > self.batch.committed_step
-            self.gate.settle(in_flight=in_flight, begun=self._has_begun_some)
+            self.gate.settle(in_flight=in_flight, begun=self.has_begun_some)
             if self.gate.is_shut:
                 return None
         plan = self._planner.plan()

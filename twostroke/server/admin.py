@@ -50,7 +50,7 @@ def add_admin(router: APIRouter, service: Service) -> None:
     @router.post(
         "/pause",
         openapi_extra=request_body(PauseRequest, required=False),
-        responses=answers(EngineState, *_REFUSALS),
+        responses=answers(EngineState, *_REFUSALS, 409),
     )
     async def pause(request: Request) -> Response:
         """Stop; requests wait. The answer comes when the device rests."""
