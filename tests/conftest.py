@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -77,6 +78,15 @@ def models(request, tmp_path_factory) -> list[Path]:
 
     folder = tmp_path_factory.mktemp("models")
     return [save_model(folder / str(seed), seed, request.param) for seed in (1, 2)]
+
+
+@pytest.fixture
+def no_collection():
+    """The collector frees nothing meanwhile."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -243,14 +243,6 @@ def test_memory_is_flat_over_many_requests(mode):
         assert run_some(engine, 200) - first < 100, "half an object for each request stays"
 
 
-@pytest.fixture
-def no_collection():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def memory_of(engine):
     """Weights, packed ones too, cache and the host's blocks."""
     parts = engine._parts

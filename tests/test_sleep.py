@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from engines import running
 from maintained import PROMPTS, Slow, begin, every_mode, greedy, results, tokens_of
 from watching import PATIENCE, quiet
 
-from twostroke import EngineAsleep, NotEnoughMemory
+from twostroke import EngineAsleep, EngineClosed, FinishReason, NotEnoughMemory, maintenance
 from twostroke.device import put_away
 from twostroke.device.put_away import PutAway
 
@@ -117,17 +118,41 @@ def test_g09_memory_that_is_gone_is_an_error_with_numbers_and_waking_can_be_trie
         assert handle.result(PATIENCE).token_ids == old[0]
 
 
+@every_mode
+def test_closing_a_sleeping_engine_frees_what_it_put_away(mode, models, monkeypatch, no_collection):
+    """Whoever still holds the engine. As on another kind of device than the CPU, whose weights stay where they are."""
+    kept = []
+
+    def put_elsewhere(device, tensors):
+        away = PutAway(Elsewhere(), tensors)
+        kept.extend((weakref.ref(away), *map(weakref.ref, away._copies)))
+        return away
+
+    monkeypatch.setattr(maintenance, "PutAway", put_elsewhere)
+    with running(mode, models[0], num_blocks=64) as engine:
+        handle = engine.submit(PROMPTS[0], greedy())
+        engine.sleep()
+        assert len(kept) > 1
+        assert all(reference() is not None for reference in kept)
+    assert not any(reference() is not None for reference in kept)
+    assert handle.result(PATIENCE).finish_reason == FinishReason.CANCELLED
+    with pytest.raises(EngineClosed):
+        engine.update_weights(models[1])
+
+
 def _out_of_memory():
     raise RuntimeError("out of memory")
 
 
+class Elsewhere:
+    """Another kind of device than the CPU; here its memory is the host's."""
+
+    torch_device = torch.device("meta")
+
+
 def test_weights_go_and_come_back_behind_the_same_tensors():
-    """On another kind of device than the CPU; here its memory is the host's."""
     whole = torch.arange(12.0).view(3, 4)
     part, other = whole[1:2], torch.ones(5)
-
-    class Elsewhere:
-        torch_device = torch.device("meta")
 
     class Cache:
         nbytes = 0

@@ -26,6 +26,7 @@ from .device.dummies import empty_ledger
 from .device.layout import input_capacity
 from .device.ledgers import Ledgers, ledger_bytes
 from .device.memory import used_bytes
+from .device.put_away import PutAway
 from .device.shapes import ExactShapes, PaddedShapes
 from .device.slot import Slot, StepBuffers
 from .device.streams import Device
@@ -47,13 +48,14 @@ from .scheduler.step_costs import StepCosts
 from .text.tokenizer import Tokenizer, find_tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parts:
     """A built engine, not yet running.
 
     Attributes:
         forward: holds the attention, and that the cache.
         capture: captures the graphs, again if need be; returns how many. `sizes`: of other decode steps.
+        away: the weights, while the engine sleeps.
     """
 
     device: Device
@@ -67,6 +69,7 @@ class Parts:
     forward: Forward
     capture: Callable[..., int]
     report: BuildReport
+    away: PutAway | None = None
 
     def free(self) -> None:
         """Let go of graphs, cache and weights, whoever still knows these parts; no step runs any more."""
@@ -75,6 +78,7 @@ class Parts:
         if self.runner.transfers is not None:
             self.runner.transfers.free()
         self.loaded.model.free()
+        self.away = None
 
 
 def build(

@@ -28,7 +28,6 @@ class Maintenance:
         self._parts = parts
         self._calls = calls
         self._busy = threading.Lock()
-        self._away: PutAway | None = None
 
     @property
     def paused(self) -> bool:
@@ -36,7 +35,7 @@ class Maintenance:
 
     @property
     def asleep(self) -> bool:
-        return self._away is not None
+        return self._parts.away is not None
 
     def pause(self, mode: str) -> None:
         if mode not in ("keep", "drain"):
@@ -48,7 +47,7 @@ class Maintenance:
 
     def sleep(self) -> None:
         with self._busy:
-            if self._away is None:
+            if self._parts.away is None:
                 self._hold("sleep", drain=False)
                 self._calls.call(self._put_away)
 
@@ -58,7 +57,7 @@ class Maintenance:
 
     def update_weights(self, weights: Weights, *, recompute: bool, partial: bool) -> int:
         with self._busy:
-            if self._away is not None:
+            if self._parts.away is not None:
                 raise EngineAsleep("the engine sleeps: its weights can be replaced once it is awake")
             model = self._parts.loaded.model
             tensors = read_weights(weights)
@@ -70,7 +69,7 @@ class Maintenance:
 
     def _hold(self, name: str, *, drain: bool) -> None:
         def hold(scheduler: Scheduler, future: Future[Any]) -> None:
-            if drain and self._away is not None and scheduler.has_begun_some:
+            if drain and self._parts.away is not None and scheduler.has_begun_some:
                 raise EngineAsleep("the engine sleeps: what has begun can be drained once it is awake")
             scheduler.hold(name, drain=drain, on_quiet=lambda: answer(future))
 
@@ -96,14 +95,15 @@ class Maintenance:
             parts.runner.transfers.finish()
         parts.forward.attention.free()
         away.free()
-        self._away = away
+        parts.away = away
         answer(future)
 
     def _bring_back(self, scheduler: Scheduler, future: Future[Any]) -> None:
-        if self._away is not None:
-            self._away.bring_back(self._parts.forward.attention)
-            self._away = None
-            self._parts.capture()
+        parts = self._parts
+        if parts.away is not None:
+            parts.away.bring_back(parts.forward.attention)
+            parts.away = None
+            parts.capture()
         scheduler.release("sleep")  # also of a call to sleep that was interrupted
         answer(future)
 
