@@ -47,7 +47,7 @@ class Maintenance:
 
     def sleep(self) -> None:
         with self._busy:
-            if self._parts.away is None:
+            if not self.asleep:
                 self._hold("sleep", drain=False)
                 self._calls.call(self._put_away)
 
@@ -57,7 +57,7 @@ class Maintenance:
 
     def update_weights(self, weights: Weights, *, recompute: bool, partial: bool) -> int:
         with self._busy:
-            if self._parts.away is not None:
+            if self.asleep:
                 raise EngineAsleep("the engine sleeps: its weights can be replaced once it is awake")
             model = self._parts.loaded.model
             tensors = read_weights(weights)
@@ -69,7 +69,7 @@ class Maintenance:
 
     def _hold(self, name: str, *, drain: bool) -> None:
         def hold(scheduler: Scheduler, future: Future[Any]) -> None:
-            if drain and self._parts.away is not None and scheduler.has_begun_some:
+            if drain and self.asleep and scheduler.has_begun_some:
                 raise EngineAsleep("the engine sleeps: what has begun can be drained once it is awake")
             scheduler.hold(name, drain=drain, on_quiet=lambda: answer(future))
 
