@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 import traceback
@@ -194,23 +193,18 @@ def test_a_dead_part_reaches_every_caller(mode, place, error):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["attention", "commit"])
-def test_the_memory_of_a_failed_engine_is_free_though_its_error_is_kept(mode, place):
+def test_the_memory_of_a_failed_engine_is_free_though_its_error_is_kept(mode, place, no_collection):
     """The frames of an error hold what they worked on, such as a layer's weights."""
-    gc.collect()
-    gc.disable()
-    try:
-        with running(mode) as engine:
-            parts = engine._parts
-            tensors = [*parts.loaded.model.tensors(), *parts.forward.attention.caches]
-            memory = [weakref.ref(tensor) for tensor in tensors]
-            del parts, tensors
-            break_it(engine, place, ValueError("broken"))
-            with pytest.raises(EngineDead) as kept:
-                engine.generate(VICTIM, greedy(20))
-        assert not any(tensor() is not None for tensor in memory)
-        assert "fail_at_the_third" in "".join(traceback.format_exception(kept.value))
-    finally:
-        gc.enable()
+    with running(mode) as engine:
+        parts = engine._parts
+        tensors = [*parts.loaded.model.tensors(), *parts.forward.attention.caches]
+        memory = [weakref.ref(tensor) for tensor in tensors]
+        del parts, tensors
+        break_it(engine, place, ValueError("broken"))
+        with pytest.raises(EngineDead) as kept:
+            engine.generate(VICTIM, greedy(20))
+    assert not any(tensor() is not None for tensor in memory)
+    assert "fail_at_the_third" in "".join(traceback.format_exception(kept.value))
 
 
 def test_errors_that_are_each_others_cause_have_an_end():

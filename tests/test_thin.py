@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from types import SimpleNamespace
 
@@ -169,7 +168,7 @@ def test_a_freed_model_makes_room_for_the_chains_of_the_next(model, monkeypatch)
     assert ThinLinears(CPU, EPS).chains
 
 
-def test_an_engine_that_cannot_start_makes_room_for_the_chains_of_the_next(monkeypatch):
+def test_an_engine_that_cannot_start_makes_room_for_the_chains_of_the_next(monkeypatch, no_collection):
     """Whoever keeps its error, and though nobody frees its model; at once again."""
     stand_in(monkeypatch)
 
@@ -180,11 +179,7 @@ def test_an_engine_that_cannot_start_makes_room_for_the_chains_of_the_next(monke
 
     monkeypatch.setattr(linear, "pack_weight", lambda weight: None)
     monkeypatch.setattr(ThinDecoder, "made_for", thin)
-    gc.disable()
-    try:
-        with pytest.raises(InvalidConfig, match="num_blocks") as failed:
-            Engine("tiny", device="cpu", num_blocks=1 << 40)
-        assert ThinLinears(CPU, EPS).chains
-    finally:
-        gc.enable()
+    with pytest.raises(InvalidConfig, match="num_blocks") as failed:
+        Engine("tiny", device="cpu", num_blocks=1 << 40)
+    assert ThinLinears(CPU, EPS).chains
     assert failed.value.__traceback__ is not None
