@@ -21,10 +21,12 @@ from ..kernels.paged_decode import (
     is_crowded,
 )
 from ..kernels.paged_prefill import prefill_attention, prefill_tiles
+from ..kernels.prefill_schedule import PrefillSchedule, make_prefill_schedule
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
 from ..kernels.streamed_decode import CAPABILITY as STREAMED_CAPABILITY
 from ..kernels.streamed_decode import StreamedDecode, streamed_tiles
+from ..kernels.streamed_prefill import StreamedPrefill, tile_tokens
 from .interface import LayerSpec
 from .triton_cache import TritonCache
 
@@ -41,11 +43,11 @@ class _Kind(NamedTuple):
 
 
 class TritonAttention(TritonCache):
-    """Lanes go through the split-KV kernel (in CUDA C++ where there is one), prompt chunks through the tiled one, both
+    """Lanes go through the split-KV kernel, prompt chunks through the tiled one (both in CUDA C++ where there is one),
     into one output.
 
-    Layers of one kind share the schedule of a step, which its first layer writes. Schedules and workspace are
-    allocated here, once: layers and graphs run one after the other on the compute stream and share them.
+    Layers of one kind share the schedules of a step, which its first layer writes. Those of lanes, and the workspace,
+    are allocated here, once: layers and graphs run one after the other on the compute stream and share them.
 
     Args:
         max_lanes: most lanes that a step may have, padding included.
@@ -71,6 +73,12 @@ class TritonAttention(TritonCache):
         ]
         self._dtype = dtype
         self._streamed = _streamed_for(layers, block_size, dtype, device, self._capability)
+        self._streamed_prefill = _streamed_prefill_for(layers, block_size, dtype, device, self._capability)
+        self._tile_tokens = [
+            tile_tokens(spec.heads, spec.kv_heads) if _has_streamed_prefill(spec, block_size, dtype) else 0
+            for spec in layers
+        ]
+        self._prefill_schedules: dict[int, PrefillSchedule] = {}
         kinds = {self._kind(spec, lanes) for spec in set(layers) for lanes in range(1, max_lanes + 1)}
         self._schedules = {kind: DecodeSchedule.empty(max_lanes, kind.extra, device) for kind in kinds}
         results = max((2 * kind.extra for kind in kinds), default=0) * max((spec.heads for spec in layers), default=0)
@@ -119,6 +127,12 @@ class TritonAttention(TritonCache):
                     self._schedules[kind], step.lane_rows, step.lane_lengths, window=kind.window,
                     tile=kind.tiles.positions, min_share=kind.tiles.min_share, rounds=kind.tiles.rounds,
                 )  # fmt: skip
+        self._prefill_schedules = {}
+        tokens = step.input_ids.shape[0]
+        if self._streamed_prefill is not None and (step.num_chunks or tokens > lanes):
+            chunks = (step.chunk_rows, step.chunk_starts, step.chunk_offsets)
+            for size in set(self._tile_tokens) - {0}:
+                self._prefill_schedules[size] = make_prefill_schedule(*chunks, tokens=tokens, tile_tokens=size)
 
     def _kind(self, spec: LayerSpec, lanes: int) -> _Kind:
         """Return the kind of a layer in steps of so many lanes."""
@@ -147,8 +161,13 @@ class TritonAttention(TritonCache):
             cache_write(k, v, keys, values, slots, offsets)
         else:
             rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets)
+        table = step.block_tables[spec.group]
+        if self._streamed_prefill is not None and self._tile_tokens[layer]:
+            schedule = self._prefill_schedules[self._tile_tokens[layer]]
+            self._streamed_prefill(q, keys, values, table, schedule, out, scale=spec.scale, early=self._early)
+            return
         prefill_attention(
-            q, keys, values, step.block_tables[spec.group], step.chunk_rows, step.chunk_starts, offsets, out,
+            q, keys, values, table, step.chunk_rows, step.chunk_starts, offsets, out,
             scale=spec.scale, window=spec.window, tiles=self._prefill[layer],
         )  # fmt: skip
 
@@ -169,6 +188,25 @@ def _streamed_for(
         return StreamedDecode(device)
     except CompilerMissing as error:
         _log.warning("attention of decode lanes takes the slower path: %s", error)
+        return None
+
+
+def _has_streamed_prefill(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> bool:
+    return StreamedPrefill.fits(spec.heads, spec.kv_heads, spec.head_dim, block_size, dtype, spec.window)
+
+
+def _streamed_prefill_for(
+    layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]
+) -> StreamedPrefill | None:
+    """Return the kernel in CUDA C++ for prompt chunks; None where device, shapes or a missing compiler forbid it."""
+    if device.type != "cuda" or capability != STREAMED_CAPABILITY:
+        return None
+    if not any(_has_streamed_prefill(spec, block_size, dtype) for spec in layers):
+        return None
+    try:
+        return StreamedPrefill(device)
+    except CompilerMissing as error:
+        _log.warning("attention of prompt chunks takes the slower path: %s", error)
         return None
 
 

@@ -69,6 +69,26 @@ __device__ __forceinline__ void meet() {
     asm volatile("bar.sync %0, %1;" ::"n"(PLACE), "n"(THREADS) : "memory");
 }
 
+// The same at a place that is known at run time only; whoever only comes does not wait for the others.
+template <int THREADS>
+__device__ __forceinline__ void meet_at(int place) {
+    asm volatile("bar.sync %0, %1;" ::"r"(place), "n"(THREADS) : "memory");
+}
+template <int THREADS>
+__device__ __forceinline__ void come_to(int place) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(place), "n"(THREADS) : "memory");
+}
+
+// A warp group's threads change how many registers they have, from what the kernel was compiled for.
+template <int COUNT>
+__device__ __forceinline__ void give_registers_back() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // Blocks of a cluster meet. Once barriers are prepared and fenced, there is no other memory to order.
 __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -138,15 +158,55 @@ __device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int
         "l"(map), "r"(address(barrier)), "r"(k), "r"(0) : "memory");
 }
 
+// A box of a matrix.
+__device__ __forceinline__ void load(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            address(to)),
+        "l"(map), "r"(address(barrier)), "r"(column), "r"(row) : "memory");
+}
+
+// A box of a tensor of three dimensions, which lies as a matrix would: a row of 64 numbers for each of its pairs.
+__device__ __forceinline__ void load_pairs(void* to, const CUtensorMap* map, int column, int inner, int outer, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
+            address(to)),
+        "l"(map), "r"(address(barrier)), "r"(column), "r"(inner), "r"(outer) : "memory");
+}
+
 // How the matrix unit finds a matrix in shared memory, rows of 64 numbers, swizzled by 128 bytes, eight rows apart 1 KB.
 __device__ __forceinline__ uint64_t describe(const void* matrix) {
     constexpr uint64_t swizzled = uint64_t(1) << 62, eight_rows = uint64_t(1024 >> 4) << 32, unused = uint64_t(1) << 16;
     return swizzled | eight_rows | unused | (address(matrix) & 0x3FFFF) >> 4;
 }
 
+// The same for a matrix whose rows are along k; what is to the right of its first 64 columns lies `line_bytes` behind them.
+__device__ __forceinline__ uint64_t describe_transposed(const void* matrix, int line_bytes) {
+    constexpr uint64_t swizzled = uint64_t(1) << 62, eight_rows = uint64_t(1024 >> 4) << 32;
+    return swizzled | eight_rows | uint64_t(line_bytes >> 4) << 16 | (address(matrix) & 0x3FFFF) >> 4;
+}
+
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Waits until no more than so many groups of products, the last ones, are under way.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_products_but() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(COUNT) : "memory");
+}
+
+// Tells the compiler that numbers are made before this point, and read after it: it moves nothing over a wait then.
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+// Has a number that is not negative made before what follows: the assembler moves arithmetic over waits, not over branches.
+__device__ __forceinline__ void make_now(float number) {
+    asm volatile("{\n.reg .pred fine;\nsetp.ge.f32 fine, %0, 0f00000000;\n@fine bra over;\nnanosleep.u32 1;\nover:\n}\n" ::"f"(number) : "memory");
+}
 
 #define NUMBERS_32                                                                                         \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
@@ -164,6 +224,31 @@ __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_g
 // c[t, n] = (add ? c[t, n] : 0) + sum over 16 k of x[t, k] * w[n, k], for 64 t.
 __device__ __forceinline__ void multiply(float (&c)[32], uint64_t x, uint64_t w, int add) {
     MULTIPLY("64", NUMBERS_32, SUMS_32, "%32", "%33", "%34");
+}
+
+#define NUMBERS_64                                                                                         \
+    NUMBERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+    "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SUMS_64 SUMS_32, SUMS_8(32), SUMS_8(40), SUMS_8(48), SUMS_8(56)
+// The rows of x come from registers, those of w are along k.
+#define ADD_TRANSPOSED(rows, numbers, sums, x_at, w_at)                                                          \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" rows            \
+                 "k16.f32.bf16.bf16 {" numbers "}, {" x_at "}, " w_at ", add, 1, 1, 1;\n}\n"                     \
+                 : sums                                                                                         \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(w))
+
+// As above, for 128 n.
+__device__ __forceinline__ void multiply(float (&c)[64], uint64_t x, uint64_t w, int add) {
+    MULTIPLY("128", NUMBERS_64, SUMS_64, "%64", "%65", "%66");
+}
+
+// c[t, n] += sum over 16 k of x[t, k] * w[k, n], for 64 t. A thread has of x what it has of the c of two products: pairs of
+// neighbours in two columns of eight.
+__device__ __forceinline__ void add_transposed(float (&c)[64], const uint32_t (&x)[4], uint64_t w) {
+    ADD_TRANSPOSED("128", NUMBERS_64, SUMS_64, "%64, %65, %66, %67", "%68");
+}
+__device__ __forceinline__ void add_transposed(float (&c)[32], const uint32_t (&x)[4], uint64_t w) {
+    ADD_TRANSPOSED("64", NUMBERS_32, SUMS_32, "%32, %33, %34, %35", "%36");
 }
 
 // Sends four numbers to a place in another block's shared memory; that block's barrier counts their bytes.
@@ -199,6 +284,19 @@ int describe_lines(void* map, const void* data, uint64_t rows, uint64_t columns,
     if (encode == nullptr) return -1;
     return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+// Describe bf16 numbers [outer, inner, columns], the last ones neighbours, strides in numbers, read in boxes of box_outer x box_inner
+// x 64, swizzled by 128 bytes. Returns a CUresult.
+int describe_pairs(void* map, const void* data, const uint64_t (&sizes)[3], const uint64_t (&strides)[2], uint32_t box_outer,
+                   uint32_t box_inner) {
+    cuuint64_t from_inside[3] = {sizes[2], sizes[1], sizes[0]}, bytes[2] = {strides[1] * 2, strides[0] * 2};
+    cuuint32_t box[3] = {64, box_inner, box_outer}, steps[3] = {1, 1, 1};
+    Encode encode = encoder();
+    if (encode == nullptr) return -1;
+    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), from_inside, bytes, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace

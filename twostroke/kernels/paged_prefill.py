@@ -57,7 +57,7 @@ CHUNKS_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
-def _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS: tl.constexpr):
+def chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS: tl.constexpr):
     """Return the last chunk whose tiles begin at or before `tile`; chunk C is the padding behind the chunks."""
     chunk = num_chunks * 0 - 1
     for base in range(0, num_chunks + 1, CHUNKS_AT_ONCE):
@@ -164,7 +164,7 @@ def prefill_kernel(
     # The last tiles of a chunk see the most positions: they start first, those of all heads.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
     first = tl.load(chunk_offsets_ptr)
-    chunk = _chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
+    chunk = chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
     real = chunk < num_chunks
     chunk_begin = tl.load(chunk_offsets_ptr + chunk)
     chunk_end = tl.load(chunk_offsets_ptr + tl.minimum(chunk + 1, num_chunks))

@@ -14,16 +14,19 @@
 struct Meeting {
     int arrived = 0, round = 0;
 
+    void come(int count) {
+        if (++arrived == count) arrived = 0, ++round;
+    }
     void meet(int count, const char* what) {
         int own = round;
-        if (++arrived == count) arrived = 0, ++round;
+        come(count);
         Warp::wait_until({what, 0, [this, own] { return round != own; }});
     }
 };
 
 class Grid {
 public:
-    static constexpr int PLACES = 2;
+    static constexpr int PLACES = 8;
     static constexpr size_t BYTES = 1 << 18;
 
     Grid(int blocks, int warps, int cluster, uint32_t seed, const std::function<void()>& work)
@@ -63,6 +66,7 @@ public:
         return blocks[block].memory();
     }
     void meet_block(int place, int count) { blocks[blockIdx.x].meetings[place].meet(count, "threads of its block"); }
+    void come_to_block(int place, int count) { blocks[blockIdx.x].meetings[place].come(count); }
     void meet_block(int place) { meet_block(place, threads); }
     void meet_cluster() { clusters[blockIdx.x / cluster].meet(cluster * threads, "its cluster"); }
 

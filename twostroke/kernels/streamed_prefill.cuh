@@ -1,0 +1,323 @@
+// Causal attention of prompt chunks over the paged cache, in bf16, at a good part of the speed of products.
+//
+// What `paged_prefill.py` computes without a window, built so that products never pause:
+//   * One block runs on each multiprocessor and takes items one after the other, the longest first: tiles of 128 rows, which are
+//     the pairs of some tokens of a chunk with the query heads of a kv head.
+//   * One warp asks the tensor memory accelerator for queries, keys and values, ahead of their use and across items.
+//   * Two warp groups have 64 rows each. They take turns: while one asks for the scores of its next tile of positions and for the
+//     weighted values of its last one, the other takes its softmax. Weights stay in registers.
+// Who takes which item may differ from run to run; what an item gives may not.
+
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "hopper.cuh"
+#include "row_softmax.cuh"
+
+namespace {
+
+constexpr int RECORD = 4;  // see prefill_schedule.py
+constexpr int GROUPS = 2, GROUP_THREADS = 128, GROUP_WARPS = 4;
+constexpr int THREADS = (1 + GROUPS) * GROUP_THREADS;
+constexpr int STAGES = 2;
+constexpr int LINE = 128;  // bytes, of 64 numbers
+constexpr int READER_REGISTERS = 40, OTHER_REGISTERS = 232;
+constexpr int TURNS = 1, CLEARED = TURNS + GROUPS;  // where threads meet
+
+struct alignas(128) Prompts {
+    CUtensorMap queries, keys, values;
+    int kv_heads, group, tile_tokens, block_size, box_positions, table_stride;
+    float scale;          // includes log2(e)
+    const int* schedule;  // records, behind one whose first word is their number
+    const int* table;
+    int* tickets;  // taken, and blocks that are done; both zero between launches
+    __nv_bfloat16* out;
+};
+
+// What a block works on: tokens of a chunk, for one kv head.
+struct Item {
+    int head, row, position, token, tokens;  // the first token's position and place in the step. No head: there are no more
+
+    __device__ int end() const { return position + tokens; }  // of the positions that are seen
+    __device__ int tiles() const { return (end() + POSITIONS - 1) / POSITIONS; }
+};
+
+// Places that are used in turn.
+template <int PLACES>
+struct Ring {
+    int place = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void turn() {
+        if (++place == PLACES) place = 0, parity ^= 1;
+    }
+};
+
+struct Gate {
+    uint64_t full[STAGES], empty[STAGES];
+
+    __device__ void prepare_all() {
+        for (int i = 0; i < STAGES; ++i) prepare(&full[i], 1), prepare(&empty[i], GROUPS * GROUP_WARPS);
+    }
+};
+
+template <int DIM>
+struct Shared {
+    static constexpr int LINES = DIM / 64;
+    uint8_t queries[STAGES][LINES][GROUPS * ROWS * LINE];
+    uint8_t keys[STAGES][LINES][POSITIONS * LINE], values[STAGES][LINES][POSITIONS * LINE];
+    Gate of_queries, of_keys, of_values;
+    Item items[STAGES];
+};
+
+// A warp that asks for what the others work on.
+template <int DIM>
+struct Reader {
+    using Memory = Shared<DIM>;
+
+    const Prompts& a;
+    Memory& s;
+    int thread, items, unit, line;  // a box that this thread asks for: `unit` of a tile's, `line` of a position's
+    Ring<STAGES> queries, keys, values;
+
+    __device__ Reader(const Prompts& a, Memory& s, int thread) : a(a), s(s), thread(thread) {
+        int units = POSITIONS / a.box_positions;
+        items = a.schedule[0] * a.kv_heads, unit = thread % units, line = thread / units;
+    }
+
+    __device__ __forceinline__ Item load_item(int ticket) const {
+        const int* record = a.schedule + (1 + ticket / a.kv_heads) * RECORD;
+        return {ticket % a.kv_heads, record[0], record[1], record[2], record[3]};
+    }
+
+    // The line of the cache at which this thread's box of a tile begins.
+    __device__ __forceinline__ int look_up(const Item& item, int tile) const {
+        int position = tile * POSITIONS + unit * a.box_positions;
+        if (position >= item.end()) return 0;
+        int block = position / a.block_size;
+        int number = a.table[static_cast<int64_t>(item.row) * a.table_stride + block];
+        return (number * a.kv_heads + item.head) * a.block_size + (position - block * a.block_size);
+    }
+
+    __device__ __forceinline__ void ask_queries(const Item& item) {
+        uint64_t* full = &s.of_queries.full[queries.place];
+        wait_for(&s.of_queries.empty[queries.place], queries.parity ^ 1);
+        if (thread == 0) {
+            s.items[queries.place] = item;
+            if (item.tiles() > 0) {
+                expect(full, Memory::LINES * a.tile_tokens * a.group * LINE);
+                for (int i = 0; i < Memory::LINES; ++i)
+                    load_pairs(s.queries[queries.place][i], &a.queries, i * 64, item.head * a.group, item.token, full);
+            } else {
+                arrive(full);
+            }
+        }
+        queries.turn();
+    }
+
+    __device__ __forceinline__ void ask_tile(uint8_t (&to)[STAGES][Memory::LINES][POSITIONS * LINE], const CUtensorMap* map, Gate& gate,
+                                             Ring<STAGES>& ring, const Item& item, int tile, int from) {
+        int units = min(POSITIONS, item.end() - tile * POSITIONS + a.box_positions - 1) / a.box_positions;
+        uint64_t* full = &gate.full[ring.place];
+        wait_for(&gate.empty[ring.place], ring.parity ^ 1);
+        if (thread == 0) expect(full, units * a.box_positions * Memory::LINES * LINE);
+        __syncwarp();
+        if (unit < units && line < Memory::LINES)
+            load(to[ring.place][line] + unit * a.box_positions * LINE, map, line * 64, from, full);
+        ring.turn();
+    }
+
+    // Keys are asked for a tile ahead of values, as they are used.
+    __device__ __forceinline__ void run() {
+        int blocks = gridDim.x;
+        bool shared = items > blocks;
+        int ticket = blockIdx.x, next = items, asked = 0;
+        Item item = {}, next_item = {};
+        if (ticket < items) item = load_item(ticket);
+        if (shared && thread == 0) asked = count_up(a.tickets);
+        int from = ticket < items ? look_up(item, 0) : 0;
+#pragma unroll 1
+        while (ticket < items) {
+            if (shared) next = blocks + __shfl_sync(~0u, asked, 0);
+            if (next < items) {
+                next_item = load_item(next);
+                if (thread == 0) asked = count_up(a.tickets);
+            }
+            ask_queries(item);
+            int tiles = item.tiles(), before = 0;
+#pragma unroll 1
+            for (int tile = 0; tile <= tiles; ++tile) {
+                if (tile < tiles) ask_tile(s.keys, &a.keys, s.of_keys, keys, item, tile, from);
+                if (tile > 0) ask_tile(s.values, &a.values, s.of_values, values, item, tile - 1, before);
+                before = from;
+                if (tile + 1 < tiles) from = look_up(item, tile + 1);
+            }
+            if (next < items) from = look_up(next_item, 0);
+            item = next_item, ticket = next;
+        }
+        item.head = -1, item.position = item.tokens = 0;
+        ask_queries(item);
+        // All tickets have been taken by who waited for them.
+        if (shared && thread == 0 && atomicAdd(a.tickets + 1, 1) == blocks - 1) a.tickets[0] = a.tickets[1] = 0;
+    }
+};
+
+// A warp group that computes.
+template <int DIM>
+struct Computer {
+    using Memory = Shared<DIM>;
+
+    const Prompts& a;
+    Memory& s;
+    int group, warp, thread;  // thread of its warp
+    Ring<STAGES> queries, keys, values;
+
+    __device__ Computer(const Prompts& a, Memory& s, int group, int warp, int thread) : a(a), s(s), group(group), warp(warp), thread(thread) {}
+
+    // Row of its tile, of a thread's two.
+    __device__ __forceinline__ int row(int which) const { return group * ROWS + warp * 16 + thread / 4 + which * 8; }
+
+    __device__ __forceinline__ void give_back(Gate& gate, int place) const {
+        if (thread == 0) arrive(&gate.empty[place]);
+    }
+
+    // Asks for the scores of the next tile.
+    __device__ __forceinline__ void multiply_keys(float (&score)[POSITIONS / 2]) const {
+        uint64_t q = describe(s.queries[queries.place][0] + group * ROWS * LINE), k = describe(s.keys[keys.place][0]);
+        begin_products();
+#pragma unroll
+        for (int line = 0; line < Memory::LINES; ++line)
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                multiply(score, q + (line * GROUPS * ROWS * LINE + step * 32) / 16, k + (line * POSITIONS * LINE + step * 32) / 16,
+                         line + step > 0);
+        end_products();
+    }
+
+    // Asks for the weighted values of a tile.
+    __device__ __forceinline__ void add_values(RowSoftmax<DIM>& rows) const {
+        uint64_t v = describe_transposed(s.values[values.place][0], POSITIONS * LINE);
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < POSITIONS / 16; ++step) add_transposed(rows.result, rows.weight[step], v + step * 16 * LINE / 16);
+        end_products();
+    }
+
+    // Positions that nobody sees may hold the NaN of an earlier owner, which a weight of zero does not hide. Both groups do it:
+    // neither has to wait for the other.
+    __device__ __forceinline__ void clear(int from) const {
+        for (int line = 0; line < Memory::LINES; ++line)
+            for (int at = from * LINE + (warp * 32 + thread) * 16; at < POSITIONS * LINE; at += GROUP_THREADS * 16)
+                *reinterpret_cast<uint4*>(s.values[values.place][line] + at) = uint4{};
+        fence_async();
+        meet_at<GROUP_THREADS>(CLEARED + group);
+    }
+
+    // Takes in the values of the tile before and the scores of the next one, of which `hide` hides some.
+    template <class Hide>
+    __device__ __forceinline__ void take_next(bool last, RowSoftmax<DIM>& rows, Hide hide) {
+        wait_for(&s.of_keys.full[keys.place], keys.parity);
+        meet_at<GROUPS * GROUP_THREADS>(TURNS + group);
+        multiply_keys(rows.score);
+        wait_for(&s.of_values.full[values.place], values.parity);
+        add_values(rows);
+        come_to<GROUPS * GROUP_THREADS>(TURNS + (group ^ 1));
+        wait_for_products_but<1>();
+        pin(rows.score);
+        give_back(s.of_keys, keys.place), keys.turn();
+        if (last) give_back(s.of_queries, queries.place);
+        hide();
+        float2 decay = rows.weigh(a.scale);
+        pin(rows.score);
+        make_now(rows.total[0] + rows.total[1]);
+        wait_for_products_but<0>();
+        pin(rows.result);
+        give_back(s.of_values, values.place), values.turn();
+        rows.scale_result(decay);
+        rows.round();
+    }
+
+    __device__ __forceinline__ void attend(const Item& item, int tiles, RowSoftmax<DIM>& rows) {
+        int end = item.end(), whole = (item.position + 1) / POSITIONS;  // tiles of which every row sees all
+        int seen = min(item.position + row(0) / a.group + 1, end), seen_below = min(item.position + row(1) / a.group + 1, end);
+        wait_for(&s.of_keys.full[keys.place], keys.parity);
+        multiply_keys(rows.score);
+        wait_for_products_but<0>();
+        pin(rows.score);
+        give_back(s.of_keys, keys.place), keys.turn();
+        if (tiles == 1) give_back(s.of_queries, queries.place);
+        if (whole == 0) rows.hide(seen, seen_below, thread);
+        rows.weigh(a.scale);
+        rows.round();
+        int tile = 1;
+        // NOTE: two loops, since a branch while values are under way would have the compiler wait for them there.
+#pragma unroll 1
+        for (; tile < whole; ++tile) take_next(tile + 1 == tiles, rows, [] {});
+#pragma unroll 1
+        for (; tile < tiles; ++tile)
+            take_next(tile + 1 == tiles, rows, [&] { rows.hide(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); });
+        wait_for(&s.of_values.full[values.place], values.parity);
+        if (end % POSITIONS != 0) clear(end % POSITIONS);
+        add_values(rows);
+        wait_for_products_but<0>();
+        pin(rows.result);
+        give_back(s.of_values, values.place), values.turn();
+    }
+
+    __device__ __forceinline__ void write(const Item& item, RowSoftmax<DIM>& rows) const {
+        rows.settle();
+        int heads = a.kv_heads * a.group;
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            int token = row(which) / a.group, head = item.head * a.group + row(which) - token * a.group;
+            __nv_bfloat16* out = a.out + (static_cast<int64_t>(item.token + token) * heads + head) * DIM;
+            rows.write(token < item.tokens ? out : nullptr, which, thread);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        if (group == 1) come_to<GROUPS * GROUP_THREADS>(TURNS);
+        RowSoftmax<DIM> rows;
+#pragma unroll 1
+        while (true) {
+            wait_for(&s.of_queries.full[queries.place], queries.parity);
+            Item item = s.items[queries.place];
+            if (item.head < 0) break;
+            int tiles = item.tiles();
+            rows.begin();
+            if (tiles > 0)
+                attend(item, tiles, rows);
+            else
+                give_back(s.of_queries, queries.place);
+            queries.turn();
+            write(item, rows);
+        }
+        if (group == 0) meet_at<GROUPS * GROUP_THREADS>(TURNS);
+    }
+};
+
+template <int DIM>
+__global__ void __launch_bounds__(THREADS, 1) streamed_prefill(const __grid_constant__ Prompts a) {
+    DYNAMIC_SHARED(raw);
+    Shared<DIM>& s = *kept(reinterpret_cast<Shared<DIM>*>(raw + (1024 - address(raw) % 1024) % 1024));
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), thread = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        s.of_queries.prepare_all(), s.of_keys.prepare_all(), s.of_values.prepare_all();
+        fence_prepared();
+    }
+    __syncthreads();
+    wait_for_input();
+    if (warp < GROUP_WARPS) {
+        give_registers_back<READER_REGISTERS>();
+        if (warp == 0) Reader<DIM>(a, s, thread).run();
+    } else {
+        take_registers<OTHER_REGISTERS>();
+        Computer<DIM>(a, s, warp / GROUP_WARPS - 1, warp % GROUP_WARPS, thread).run();
+    }
+}
+
+}  // namespace
