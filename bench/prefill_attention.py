@@ -1,11 +1,13 @@
 """Times prompt attention over tile sizes, as TFLOP/s of the visible half, beside the ceiling of a large product.
 
-usage: python bench/prefill_attention.py     (on a GPU; about 45 s, most of it compiling; prints one JSON object)
+usage: python bench/prefill_attention.py [--chosen]     (on a GPU; about 45 s, most of it compiling; prints one JSON
+object; `--chosen`: only the tiles that the backend takes, beside the kernel in CUDA C++)
 
 Shapes are those of Qwen3-0.6B (16 query heads, 8 kv heads) and Llama-3.1-8B (32, 8), head dimension 128, bf16. A case
 is the (first position, tokens) of its chunks; the step's other sizes are those of the captured shape for it.
 """
 
+import argparse
 import json
 
 import torch
@@ -14,6 +16,8 @@ from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.device.shapes import PaddedShapes, StepShape
 from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
+from twostroke.kernels.prefill_schedule import make_prefill_schedule
+from twostroke.kernels.streamed_prefill import StreamedPrefill, tile_tokens
 
 KV_HEADS, DIM, BLOCK, LAYERS, WIDTH = 8, 128, 16, 4, 512
 HEADS = {"0.6B": 16, "8B": 32}
@@ -24,6 +28,7 @@ CASES = {
     "1 x 2,048": [(0, 2048)],
     "1 x 512 after 1,536": [(1536, 512)],
     "1 x 2,048 after 6,144": [(6144, 2048)],
+    "12 x 100-1,024": [(0, 100 + 84 * i) for i in (5, 0, 11, 3, 8, 1, 10, 6, 2, 9, 4, 7)],
 }
 TILES = [
     PrefillTiles(128, 64, warps=8, stages=3),
@@ -44,7 +49,7 @@ def flop(chunks, heads):
 def inputs_of(chunks, heads):
     """Queries in the padded size, a table of shuffled blocks, and the chunks with those not in use behind them."""
     needed = StepShape(0, len(chunks), sum(tokens for _, tokens in chunks), len(chunks))
-    shape = PaddedShapes(256, 256, 2048).fit(needed)
+    shape = PaddedShapes(256, 256, 2048 if needed.tokens <= 2048 else 8192).fit(needed)
     blocks = len(chunks) * WIDTH + 1
     table = 1 + torch.randperm(blocks - 1, device="cuda").int().view(len(chunks), WIDTH)
     table = torch.cat([table, torch.zeros_like(table[:1])])
@@ -61,38 +66,80 @@ def inputs_of(chunks, heads):
     return q, table, rows, starts, offsets, blocks
 
 
-def seconds_of(chunks, heads, tiles):
-    q, table, rows, starts, offsets, blocks = inputs_of(chunks, heads)
+def schedule_of(inputs, heads):
+    q, _, *chunks, _ = inputs
+    return make_prefill_schedule(*chunks, tokens=len(q), tile_tokens=tile_tokens(heads, KV_HEADS))
+
+
+def seconds_of(chunks, heads, tiles=None):
+    """Of a layer; without tiles, by the kernel in CUDA C++, whose schedule is made beforehand."""
+    inputs = inputs_of(chunks, heads)
+    q, table, rows, starts, offsets, blocks = inputs
     caches = torch.randn(LAYERS, 2, blocks, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(q)
+    out, scale = torch.empty_like(q), DIM**-0.5
+    streamed, schedule = (None, None) if tiles else (StreamedPrefill(q.device), schedule_of(inputs, heads))
 
     def work():
         for keys, values in caches:
-            prefill_attention(
-                q, keys, values, table, rows, starts, offsets, out, scale=DIM**-0.5, window=0, tiles=tiles
-            )
+            if tiles:
+                prefill_attention(
+                    q, keys, values, table, rows, starts, offsets, out, scale=scale, window=0, tiles=tiles
+                )
+            else:
+                streamed(q, keys, values, table, schedule, out, scale=scale, early=True)
 
     return graph_seconds(work) / LAYERS
 
 
+def schedule_seconds_of(chunks, heads):
+    inputs = inputs_of(chunks, heads)
+    return graph_seconds(lambda: [schedule_of(inputs, heads) for _ in range(LAYERS)]) / LAYERS
+
+
+def in_us(times):
+    return {name: round(1e6 * seconds, 1) for name, seconds in times.items()}
+
+
+def rates_of(times, heads, ceiling):
+    rates = {name: flop(CASES[name], heads) / seconds for name, seconds in times.items()}
+    return {
+        "us": in_us(times),
+        "tflop_per_s": {name: round(rate * 1e-12, 1) for name, rate in rates.items()},
+        "share_of_ceiling": {name: round(rate / ceiling, 3) for name, rate in rates.items()},
+    }
+
+
+def over_tiles(model, heads, ceiling):
+    chosen = prefill_tiles((9, 0), heads // KV_HEADS, DIM, torch.bfloat16)
+    for tiles in TILES:
+        times = {name: seconds_of(chunks, heads, tiles) for name, chunks in CASES.items()}
+        yield {"model": model, "tiles": tiles._asdict(), "chosen": tiles == chosen} | rates_of(times, heads, ceiling)
+
+
+def as_chosen(model, heads, ceiling):
+    """The kernel in Triton with its tiles, and the one in CUDA C++, case by case."""
+    chosen = prefill_tiles((9, 0), heads // KV_HEADS, DIM, torch.bfloat16)
+    tiled, streamed, schedules = {}, {}, {}
+    for name, chunks in CASES.items():
+        tiled[name], streamed[name] = seconds_of(chunks, heads, chosen), seconds_of(chunks, heads)
+        schedules[name] = schedule_seconds_of(chunks, heads)
+    yield {"model": model, "kernel": "Triton"} | rates_of(tiled, heads, ceiling)
+    yield (
+        {"model": model, "kernel": "CUDA C++"}
+        | rates_of(streamed, heads, ceiling)
+        | {
+            "schedule_us": in_us(schedules),
+            "times_as_fast": {name: round(tiled[name] / streamed[name], 2) for name in CASES},
+        }
+    )
+
+
 def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chosen", action="store_true")
+    way = as_chosen if parser.parse_args().chosen else over_tiles
     ceiling = measure_ceilings().flop_per_s
-    found = []
-    for model, heads in HEADS.items():
-        chosen = prefill_tiles((9, 0), heads // KV_HEADS, DIM, torch.bfloat16)
-        for tiles in TILES:
-            times = {name: seconds_of(chunks, heads, tiles) for name, chunks in CASES.items()}
-            rates = {name: flop(CASES[name], heads) / seconds for name, seconds in times.items()}
-            found.append(
-                {
-                    "model": model,
-                    "tiles": tiles._asdict(),
-                    "chosen": tiles == chosen,
-                    "us": {name: round(1e6 * seconds, 1) for name, seconds in times.items()},
-                    "tflop_per_s": {name: round(rate * 1e-12, 1) for name, rate in rates.items()},
-                    "share_of_ceiling": {name: round(rate / ceiling, 3) for name, rate in rates.items()},
-                }
-            )
+    found = [line for model, heads in HEADS.items() for line in way(model, heads, ceiling)]
     report = {"gpu": torch.cuda.get_device_name(), "ceiling_tflop_per_s": round(ceiling * 1e-12, 1), "found": found}
     print(json.dumps(report, indent=1))
 
