@@ -1,6 +1,6 @@
 // The softmax of 64 rows of queries over positions that come 128 at a time, by a warp group, in bf16. A thread has two rows
 // of its warp's sixteen: g and g + 8, where g = thread / 4 of its warp; of their columns the pairs 2 t, 2 t + 1 of every eight,
-// where t = thread % 4. That is how products give their sums.
+// where t = thread % 4. That is how products give their sums. A sequence's last positions may fill half of a tile only.
 
 #pragma once
 
@@ -27,6 +27,11 @@ struct RowSoftmax {
     float score[POSITIONS / 2];         // then, weights
     uint32_t weight[POSITIONS / 16][4];  // rounded, as the first factor of a product
 
+    template <int COLUMNS>
+    __device__ __forceinline__ float (&scores())[COLUMNS / 2] {
+        return reinterpret_cast<float(&)[COLUMNS / 2]>(score);
+    }
+
     __device__ __forceinline__ void begin() {
         top[0] = top[1] = -INFINITY, total[0] = total[1] = 0.0f;
 #pragma unroll
@@ -35,18 +40,20 @@ struct RowSoftmax {
 
     // Hides what lies behind the first `seen` positions of the tile, for either row. Position 0 of a sequence never does: a row
     // sees something from its first tile on.
+    template <int COLUMNS>
     __device__ __forceinline__ void hide(int seen, int seen_below, int thread) {
         seen -= thread % 4 * 2, seen_below -= thread % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < POSITIONS / 2; ++i)
+        for (int i = 0; i < COLUMNS / 2; ++i)
             if (i / 4 * 8 + i % 2 >= (i / 2 % 2 ? seen_below : seen)) score[i] = -INFINITY;
     }
 
     // Turns scores into weights; returns by what earlier results are to be multiplied, of either row.
+    template <int COLUMNS>
     __device__ __forceinline__ float2 weigh(float scale) {
         float best[2] = {top[0], top[1]}, decay[2], sum[2] = {};
 #pragma unroll
-        for (int i = 0; i < POSITIONS / 2; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], score[i]);
+        for (int i = 0; i < COLUMNS / 2; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], score[i]);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             best[row] = fmaxf(best[row], __shfl_xor_sync(~0u, best[row], 1));
@@ -55,7 +62,7 @@ struct RowSoftmax {
             top[row] = best[row], best[row] *= scale;
         }
 #pragma unroll
-        for (int i = 0; i < POSITIONS / 2; ++i) {
+        for (int i = 0; i < COLUMNS / 2; ++i) {
             score[i] = power_of_2(score[i] * scale - best[i / 2 % 2]);
             sum[i / 2 % 2] += score[i];
         }
@@ -64,9 +71,10 @@ struct RowSoftmax {
         return {decay[0], decay[1]};
     }
 
+    template <int COLUMNS>
     __device__ __forceinline__ void round() {
 #pragma unroll
-        for (int i = 0; i < POSITIONS / 2; i += 2) weight[i / 8][i / 2 % 4] = rounded_pair(score[i], score[i + 1]);
+        for (int i = 0; i < COLUMNS / 2; i += 2) weight[i / 8][i / 2 % 4] = rounded_pair(score[i], score[i + 1]);
     }
 
     __device__ __forceinline__ void scale_result(float2 by) {

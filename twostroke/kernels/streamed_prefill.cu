@@ -12,7 +12,7 @@ int prompts_bytes() { return sizeof(Prompts); }
 
 // Describe a bf16 cache of `lines` x `dim`, read in boxes of so many positions x 64. Returns a CUresult.
 int describe_cache(void* map, const void* data, uint64_t lines, uint64_t dim, uint32_t box_positions) {
-    return describe_lines(map, data, lines, dim, box_positions, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+    return describe_lines(map, data, lines, dim, box_positions, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 // Describe bf16 queries [tokens, heads, dim], strides in numbers, read in boxes of some tokens x some heads x 64. Returns a

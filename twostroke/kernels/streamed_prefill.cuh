@@ -24,6 +24,7 @@ constexpr int RECORD = 4;  // see prefill_schedule.py
 constexpr int GROUPS = 2, GROUP_THREADS = 128, GROUP_WARPS = 4;
 constexpr int THREADS = (1 + GROUPS) * GROUP_THREADS;
 constexpr int STAGES = 2;
+constexpr int HALF = POSITIONS / 2;
 constexpr int LINE = 128;  // bytes, of 64 numbers
 constexpr int READER_REGISTERS = 40, OTHER_REGISTERS = 232;
 constexpr int TURNS = 1, CLEARED = TURNS + GROUPS;  // where threads meet
@@ -136,8 +137,7 @@ struct Reader {
         int blocks = gridDim.x;
         bool shared = items > blocks;
         int ticket = blockIdx.x, next = items, asked = 0;
-        Item item = {}, next_item = {};
-        if (ticket < items) item = load_item(ticket);
+        Item item = load_item(ticket), next_item = {};  // asked for beside the number of items; there is room for a record
         if (shared && thread == 0) asked = count_up(a.tickets);
         int from = ticket < items ? look_up(item, 0) : 0;
 #pragma unroll 1
@@ -186,7 +186,8 @@ struct Computer {
     }
 
     // Asks for the scores of the next tile.
-    __device__ __forceinline__ void multiply_keys(float (&score)[POSITIONS / 2]) const {
+    template <int COUNT>
+    __device__ __forceinline__ void multiply_keys(float (&score)[COUNT]) const {
         uint64_t q = describe(s.queries[queries.place][0] + group * ROWS * LINE), k = describe(s.keys[keys.place][0]);
         begin_products();
 #pragma unroll
@@ -199,73 +200,97 @@ struct Computer {
     }
 
     // Asks for the weighted values of a tile.
+    template <int COLUMNS>
     __device__ __forceinline__ void add_values(RowSoftmax<DIM>& rows) const {
         uint64_t v = describe_transposed(s.values[values.place][0], POSITIONS * LINE);
         begin_products();
 #pragma unroll
-        for (int step = 0; step < POSITIONS / 16; ++step) add_transposed(rows.result, rows.weight[step], v + step * 16 * LINE / 16);
+        for (int step = 0; step < COLUMNS / 16; ++step) add_transposed(rows.result, rows.weight[step], v + step * 16 * LINE / 16);
         end_products();
     }
 
     // Positions that nobody sees may hold the NaN of an earlier owner, which a weight of zero does not hide. Both groups do it:
     // neither has to wait for the other.
-    __device__ __forceinline__ void clear(int from) const {
+    __device__ __forceinline__ void clear(int from, int to) const {
         for (int line = 0; line < Memory::LINES; ++line)
-            for (int at = from * LINE + (warp * 32 + thread) * 16; at < POSITIONS * LINE; at += GROUP_THREADS * 16)
+            for (int at = from * LINE + (warp * 32 + thread) * 16; at < to * LINE; at += GROUP_THREADS * 16)
                 *reinterpret_cast<uint4*>(s.values[values.place][line] + at) = uint4{};
         fence_async();
         meet_at<GROUP_THREADS>(CLEARED + group);
     }
 
-    // Takes in the values of the tile before and the scores of the next one, of which `hide` hides some.
-    template <class Hide>
-    __device__ __forceinline__ void take_next(bool last, RowSoftmax<DIM>& rows, Hide hide) {
+    // Takes in the scores of an item's first tile.
+    template <int COLUMNS, class Hide>
+    __device__ __forceinline__ void take_first(bool last, RowSoftmax<DIM>& rows, Hide hide) {
         wait_for(&s.of_keys.full[keys.place], keys.parity);
-        meet_at<GROUPS * GROUP_THREADS>(TURNS + group);
-        multiply_keys(rows.score);
-        wait_for(&s.of_values.full[values.place], values.parity);
-        add_values(rows);
-        come_to<GROUPS * GROUP_THREADS>(TURNS + (group ^ 1));
-        wait_for_products_but<1>();
-        pin(rows.score);
+        multiply_keys(rows.template scores<COLUMNS>());
+        wait_for_products_but<0>();
+        pin(rows.template scores<COLUMNS>());
         give_back(s.of_keys, keys.place), keys.turn();
         if (last) give_back(s.of_queries, queries.place);
         hide();
-        float2 decay = rows.weigh(a.scale);
-        pin(rows.score);
+        rows.template weigh<COLUMNS>(a.scale);
+        rows.template round<COLUMNS>();
+    }
+
+    // Takes in the values of the tile before and the scores of the next one, of which `hide` hides some.
+    template <int COLUMNS, class Hide>
+    __device__ __forceinline__ void take_next(bool last, RowSoftmax<DIM>& rows, Hide hide) {
+        wait_for(&s.of_keys.full[keys.place], keys.parity);
+        meet_at<GROUPS * GROUP_THREADS>(TURNS + group);
+        multiply_keys(rows.template scores<COLUMNS>());
+        wait_for(&s.of_values.full[values.place], values.parity);
+        add_values<POSITIONS>(rows);
+        come_to<GROUPS * GROUP_THREADS>(TURNS + (group ^ 1));
+        wait_for_products_but<1>();
+        pin(rows.template scores<COLUMNS>());
+        give_back(s.of_keys, keys.place), keys.turn();
+        if (last) give_back(s.of_queries, queries.place);
+        hide();
+        float2 decay = rows.template weigh<COLUMNS>(a.scale);
+        pin(rows.template scores<COLUMNS>());
         make_now(rows.total[0] + rows.total[1]);
         wait_for_products_but<0>();
         pin(rows.result);
         give_back(s.of_values, values.place), values.turn();
         rows.scale_result(decay);
-        rows.round();
+        rows.template round<COLUMNS>();
+    }
+
+    template <int COLUMNS>
+    __device__ __forceinline__ void take_last_values(int end, RowSoftmax<DIM>& rows) {
+        wait_for(&s.of_values.full[values.place], values.parity);
+        if (end % POSITIONS != 0) clear(end % POSITIONS, COLUMNS);
+        add_values<COLUMNS>(rows);
+        wait_for_products_but<0>();
+        pin(rows.result);
+        give_back(s.of_values, values.place), values.turn();
     }
 
     __device__ __forceinline__ void attend(const Item& item, int tiles, RowSoftmax<DIM>& rows) {
         int end = item.end(), whole = (item.position + 1) / POSITIONS;  // tiles of which every row sees all
+        int full = (end + POSITIONS / 2 - 1) / POSITIONS;               // all tiles, or all but a last one that fills half
         int seen = min(item.position + row(0) / a.group + 1, end), seen_below = min(item.position + row(1) / a.group + 1, end);
-        wait_for(&s.of_keys.full[keys.place], keys.parity);
-        multiply_keys(rows.score);
-        wait_for_products_but<0>();
-        pin(rows.score);
-        give_back(s.of_keys, keys.place), keys.turn();
-        if (tiles == 1) give_back(s.of_queries, queries.place);
-        if (whole == 0) rows.hide(seen, seen_below, thread);
-        rows.weigh(a.scale);
-        rows.round();
-        int tile = 1;
-        // NOTE: two loops, since a branch while values are under way would have the compiler wait for them there.
+        int tile = 0;
+        auto hide = [&] { rows.template hide<POSITIONS>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
+        auto hide_in_half = [&] { rows.template hide<HALF>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
+        if (full == 0)
+            take_first<HALF>(true, rows, hide_in_half);
+        else
+            take_first<POSITIONS>(tiles == 1, rows, [&] {
+                if (whole == 0) hide();
+            });
+        // NOTE: loops of their own, since a branch while values are under way would have the assembler wait for them there.
+        ++tile;
 #pragma unroll 1
-        for (; tile < whole; ++tile) take_next(tile + 1 == tiles, rows, [] {});
+        for (; tile < whole; ++tile) take_next<POSITIONS>(tile + 1 == tiles, rows, [] {});
 #pragma unroll 1
-        for (; tile < tiles; ++tile)
-            take_next(tile + 1 == tiles, rows, [&] { rows.hide(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); });
-        wait_for(&s.of_values.full[values.place], values.parity);
-        if (end % POSITIONS != 0) clear(end % POSITIONS);
-        add_values(rows);
-        wait_for_products_but<0>();
-        pin(rows.result);
-        give_back(s.of_values, values.place), values.turn();
+        for (; tile < full; ++tile) take_next<POSITIONS>(tile + 1 == tiles, rows, hide);
+        if (tile < tiles) take_next<HALF>(true, rows, hide_in_half);
+        if (full < tiles)
+            take_last_values<HALF>(end, rows);
+        else
+            take_last_values<POSITIONS>(end, rows);
     }
 
     __device__ __forceinline__ void write(const Item& item, RowSoftmax<DIM>& rows) const {
@@ -306,6 +331,7 @@ __global__ void __launch_bounds__(THREADS, 1) streamed_prefill(const __grid_cons
     Shared<DIM>& s = *kept(reinterpret_cast<Shared<DIM>*>(raw + (1024 - address(raw) % 1024) % 1024));
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), thread = threadIdx.x % 32;
     if (threadIdx.x == 0) {
+        expect_map(&a.queries), expect_map(&a.keys), expect_map(&a.values);
         s.of_queries.prepare_all(), s.of_keys.prepare_all(), s.of_values.prepare_all();
         fence_prepared();
     }

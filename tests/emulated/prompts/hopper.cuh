@@ -5,7 +5,9 @@
 
 #include <deque>
 
+#define multiply multiply_in_chain
 #include "../chain/hopper.cuh"
+#undef multiply
 
 template <class T>
 T* kept(T* pointer) {
@@ -131,7 +133,10 @@ inline void ask(Asked product) {
     own.open.push_back(std::move(product));
 }
 
-inline void multiply(float (&c)[64], uint64_t x, uint64_t w, int add) { ask({c, 128, x, nullptr, w, add != 0}); }
+template <int COUNT>
+void multiply(float (&c)[COUNT], uint64_t x, uint64_t w, int add) {
+    ask({c, 2 * COUNT, x, nullptr, w, add != 0});
+}
 template <int COUNT>
 void add_transposed(float (&c)[COUNT], const uint32_t (&a)[4], uint64_t w) {
     ask({c, 2 * COUNT, 0, a, w, true});
