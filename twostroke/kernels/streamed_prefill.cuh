@@ -178,6 +178,9 @@ struct Computer {
 
     __device__ Computer(const Prompts& a, Memory& s, int group, int warp, int thread) : a(a), s(s), group(group), warp(warp), thread(thread) {}
 
+    // The same, as the compiler shall know, for all threads of a warp: it keeps in a warp's registers what depends on that alone.
+    static __device__ __forceinline__ int same(int word) { return __shfl_sync(~0u, word, 0); }
+
     // Row of its tile, of a thread's two.
     __device__ __forceinline__ int row(int which) const { return group * ROWS + warp * 16 + thread / 4 + which * 8; }
 
@@ -205,7 +208,7 @@ struct Computer {
         uint64_t v = describe_transposed(s.values[values.place][0], POSITIONS * LINE);
         begin_products();
 #pragma unroll
-        for (int step = 0; step < COLUMNS / 16; ++step) add_transposed(rows.result, rows.weight[step], v + step * 16 * LINE / 16);
+        for (int step = 0; step < COLUMNS / 16; ++step) add_transposed(rows.result, rows.weight[step], v + step * LINE);
         end_products();
     }
 
@@ -274,23 +277,27 @@ struct Computer {
         int tile = 0;
         auto hide = [&] { rows.template hide<POSITIONS>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
         auto hide_in_half = [&] { rows.template hide<HALF>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
-        if (full == 0)
+        // NOTE: what the compiler calls an insufficiency of registers comes and goes with the shape of these branches; a test looks.
+        if (full == 0) {
             take_first<HALF>(true, rows, hide_in_half);
-        else
-            take_first<POSITIONS>(tiles == 1, rows, [&] {
-                if (whole == 0) hide();
-            });
+            take_last_values<HALF>(end, rows);
+            return;
+        }
+        take_first<POSITIONS>(tiles == 1, rows, [&] {
+            if (whole == 0) hide();
+        });
         // NOTE: loops of their own, since a branch while values are under way would have the assembler wait for them there.
         ++tile;
 #pragma unroll 1
         for (; tile < whole; ++tile) take_next<POSITIONS>(tile + 1 == tiles, rows, [] {});
 #pragma unroll 1
         for (; tile < full; ++tile) take_next<POSITIONS>(tile + 1 == tiles, rows, hide);
-        if (tile < tiles) take_next<HALF>(true, rows, hide_in_half);
-        if (full < tiles)
+        if (tile < tiles) {
+            take_next<HALF>(true, rows, hide_in_half);
             take_last_values<HALF>(end, rows);
-        else
-            take_last_values<POSITIONS>(end, rows);
+            return;
+        }
+        take_last_values<POSITIONS>(end, rows);
     }
 
     __device__ __forceinline__ void write(const Item& item, RowSoftmax<DIM>& rows) const {
@@ -311,6 +318,7 @@ struct Computer {
         while (true) {
             wait_for(&s.of_queries.full[queries.place], queries.parity);
             Item item = s.items[queries.place];
+            item.head = same(item.head), item.position = same(item.position), item.tokens = same(item.tokens);
             if (item.head < 0) break;
             int tiles = item.tiles();
             rows.begin();
@@ -329,7 +337,7 @@ template <int DIM>
 __global__ void __launch_bounds__(THREADS, 1) streamed_prefill(const __grid_constant__ Prompts a) {
     DYNAMIC_SHARED(raw);
     Shared<DIM>& s = *kept(reinterpret_cast<Shared<DIM>*>(raw + (1024 - address(raw) % 1024) % 1024));
-    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), thread = threadIdx.x % 32;
+    int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         expect_map(&a.queries), expect_map(&a.keys), expect_map(&a.values);
         s.of_queries.prepare_all(), s.of_keys.prepare_all(), s.of_values.prepare_all();
