@@ -79,6 +79,8 @@ def seconds_of(chunks, heads, tiles=None):
     out, scale = torch.empty_like(q), DIM**-0.5
     streamed, schedule = (None, None) if tiles else (StreamedPrefill(q.device), schedule_of(inputs, heads))
 
+    torch.cuda.synchronize()  # the work runs on a stream that does not wait for the default one
+
     def work():
         for keys, values in caches:
             if tiles:
@@ -93,6 +95,7 @@ def seconds_of(chunks, heads, tiles=None):
 
 def schedule_seconds_of(chunks, heads):
     inputs = inputs_of(chunks, heads)
+    torch.cuda.synchronize()
     return graph_seconds(lambda: [schedule_of(inputs, heads) for _ in range(LAYERS)]) / LAYERS
 
 
