@@ -277,7 +277,7 @@ struct Computer {
         int tile = 0;
         auto hide = [&] { rows.template hide<POSITIONS>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
         auto hide_in_half = [&] { rows.template hide<HALF>(seen - tile * POSITIONS, seen_below - tile * POSITIONS, thread); };
-        // NOTE: what the compiler calls an insufficiency of registers comes and goes with the shape of these branches; a test looks.
+        // NOTE: with branches of other shapes the assembler may find too few registers and do products one by one; a test looks.
         if (full == 0) {
             take_first<HALF>(true, rows, hide_in_half);
             take_last_values<HALF>(end, rows);
