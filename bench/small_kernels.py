@@ -1,7 +1,7 @@
-"""Times the norms and the gated activation in CUDA graphs, and their share of the copy that their bytes would take.
+"""Times the norm of a sum and the gated activation in CUDA graphs, and their share of the copy that their bytes take.
 
 Each of 24 launches has tensors of its own: with few rows all of them lie in the L2 cache, as in a model, with many they
-come from memory. Warps of the norms are the kernel's own choice and half and twice of it.
+come from memory. Warps of the norm are the kernel's own choice and half and twice of it.
 
 usage: PYTHONPATH=. python bench/small_kernels.py [--json FILE]      (on a GPU; some 15 s)
 """
@@ -35,18 +35,17 @@ def measure(kernel, rows, width, moved, work, **more):
 
 def measure_norm(rows, width):
     x, residual = ([bf16(rows, width) for _ in range(LAUNCHES)] for _ in range(2))
-    weight, own = bf16(width), norm._warps(width)
+    weight, own = bf16(width), norm.norm_warps(width)
     entries = []
     for warps in sorted({max(1, own // 2), own, min(16, 2 * own)}):
-        norm._warps = lambda width, warps=warps: warps
+        norm.norm_warps = lambda width, warps=warps: warps
         moved = rows * width * 2
-        entries += [
-            measure("rms_norm", rows, width, 2 * moved, lambda i: norm.rms_norm(x[i], weight, 1e-5), warps=warps),
+        entries.append(
             measure(
                 "add_rms_norm", rows, width, 4 * moved,
                 lambda i: norm.add_rms_norm(x[i], residual[i], weight, 1e-5), warps=warps,
-            ),
-        ]  # fmt: skip
+            )
+        )  # fmt: skip
     return entries
 
 
@@ -54,11 +53,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    entries, choose = [], norm._warps
+    entries, choose = [], norm.norm_warps
     for rows in ROWS:
         for width in HIDDEN:
             entries += measure_norm(rows, width)
-            norm._warps = choose
+            norm.norm_warps = choose
         for width in INNER:
             gate_up = [bf16(rows, 2 * width) for _ in range(LAUNCHES)]
             moved = 3 * rows * width * 2

@@ -11,7 +11,7 @@ from twostroke.kernels import ops
 
 pytest.importorskip("triton")
 
-from twostroke.kernels import activation, norm, rotary
+from twostroke.kernels import activation, embed, norm
 from twostroke.kernels.cache_write import cache_write
 from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
 
@@ -39,13 +39,12 @@ def close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (3, 80), (17, 576)])
-def test_norms(tokens, width):
+def test_a_norm_of_a_sum(tokens, width):
     x, residual = torch.randn(2, tokens, width + 16)[..., :width]
     weight = torch.randn(width)
     on_device = [t.to(DEVICE) for t in (x, residual, weight)]
     wide = torch.zeros(tokens, width + 16, device=DEVICE)
     wide[:, :width] = on_device[0]
-    close(norm.rms_norm(wide[:, :width], on_device[2], 1e-3), ops.rms_norm(x, weight, 1e-3))
     for actual, expected in zip(
         norm.add_rms_norm(wide[:, :width], *on_device[1:], 1e-3),
         ops.add_rms_norm(x, residual, weight, 1e-3),
@@ -61,7 +60,7 @@ def test_the_rest_of_a_norm(tokens, width, parts):
     squares = torch.rand(parts, tokens)
     squares *= x.square().sum(1) / squares.sum(0)
     finished = norm.finish_norm((x * weight).to(DEVICE), squares.to(DEVICE), 1e-3)
-    close(finished, ops.rms_norm(x, weight, 1e-3))
+    close(finished, ops.add_rms_norm(x, torch.zeros_like(x), weight, 1e-3)[0])
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 80), (2, 1536)])
@@ -71,13 +70,15 @@ def test_silu_mul(tokens, width):
     close(activation.silu_mul(strided), ops.silu_mul(gate_up))
 
 
-@pytest.mark.parametrize("half", [32, 40])
-def test_rotary_tables(half):
-    positions = torch.tensor([0, 1, 17, 4_095, 130_000])
+@pytest.mark.parametrize(("width", "half"), [(64, 32), (80, 40)])
+def test_embed(width, half):
+    ids, positions = torch.tensor([4, 0, 4, 2, 1]), torch.tensor([0, 1, 17, 4_095, 130_000])
+    embedding, weight = torch.randn(5, width), torch.randn(width)
     inv_freq = 500_000.0 ** (-torch.arange(half) / half)
-    actual = rotary.rotary_tables(positions.to(DEVICE), inv_freq.to(DEVICE), 1.25)
-    for table, expected in zip(actual, ops.rotary_tables(positions, inv_freq, 1.25), strict=True):
-        close(table, expected)
+    given = (ids, positions, embedding, weight, 1e-3, inv_freq, 1.25)
+    on_device = [one.to(DEVICE) if isinstance(one, torch.Tensor) else one for one in given]
+    for actual, expected in zip(embed.embed(*on_device), ops.embed(*given), strict=True):
+        close(actual, expected)
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "block_size"), [(1, 64, 4), (3, 80, 16), (20, 128, 4)])

@@ -11,11 +11,21 @@ import torch
 from . import ops
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.rms_norm`."""
-    if x.is_cuda:
-        return ops.rms_norm(x, weight, eps)
-    return torch.cat([ops.rms_norm(token, weight, eps) for token in x.split(1)])
+def embed(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    embedding: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    inv_freq: torch.Tensor,
+    factor: float,
+) -> ops.Embedded:
+    """See `ops.embed`."""
+    rest = (embedding, weight, eps, inv_freq, factor)
+    if ids.is_cuda:
+        return ops.embed(ids, positions, *rest)
+    tokens = (ops.embed(id_, at, *rest) for id_, at in zip(ids.split(1), positions.split(1), strict=True))
+    return ops.Embedded(*map(torch.cat, zip(*tokens, strict=True)))
 
 
 def add_rms_norm(
@@ -24,8 +34,9 @@ def add_rms_norm(
     """See `ops.add_rms_norm`."""
     if x.is_cuda:
         return ops.add_rms_norm(x, residual, weight, eps)
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+    tokens = (ops.add_rms_norm(*token, weight, eps) for token in zip(x.split(1), residual.split(1), strict=True))
+    normed, total = zip(*tokens, strict=True)
+    return torch.cat(normed), torch.cat(total)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -33,11 +44,3 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.is_cuda:
         return ops.silu_mul(gate_up)
     return torch.cat([ops.silu_mul(token) for token in gate_up.split(1)])
-
-
-def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.rotary_tables`."""
-    if positions.is_cuda:
-        return ops.rotary_tables(positions, inv_freq, factor)
-    cos, sin = zip(*(ops.rotary_tables(position, inv_freq, factor) for position in positions.split(1)), strict=True)
-    return torch.cat(cos), torch.cat(sin)

@@ -1,4 +1,4 @@
-"""RMS norm, alone, fused with the residual addition before it, and the rest of one that a product began."""
+"""RMS norm, fused with the residual addition before it, and the rest of one that a product began."""
 
 # Kernel parameters are pointers and scalars of Triton's own types, which mypy does not know.
 # mypy: disallow-untyped-defs=False
@@ -13,7 +13,15 @@ from .sizes import next_power_of_2
 
 
 @triton.jit
-def rms_norm_kernel(
+def normed_row(x, weight, eps, WIDTH: tl.constexpr):
+    """The norm of a token's numbers `x` in their dtype, with zeros behind `WIDTH`."""
+    x32 = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / WIDTH + eps)
+    return ((x32 * inverse).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -24,25 +32,19 @@ def rms_norm_kernel(
     residual_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
 ):
-    """One program per token; `ADD` first adds the residual and stores the sum."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     # Asked for with the rest: behind the sum's barrier its latency would come on top.
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    if ADD:
-        x += tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-        # The norm sees what the next layer will read back: the sum rounded to its dtype.
-        x = x.to(dtype).to(tl.float32)
-        tl.store(sum_ptr + token * WIDTH + column, x.to(dtype), mask=inside)
-    inverse = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    normed = (x * inverse).to(dtype).to(tl.float32) * weight
-    tl.store(normed_ptr + token * WIDTH + column, normed.to(dtype), mask=inside)
+    residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
+    # The norm sees what the next layer will read back: the sum rounded to its dtype.
+    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(sum_ptr + token * WIDTH + column, total, mask=inside)
+    tl.store(normed_ptr + token * WIDTH + column, normed_row(total, weight, eps, WIDTH), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -68,20 +70,9 @@ def finish_norm_kernel(
     tl.store(normed_ptr + token * WIDTH + column, normed.to(values.dtype), mask=inside)
 
 
-def _warps(width: int) -> int:
+def norm_warps(width: int) -> int:
     """With few tokens a program's own latency counts: a thread has one load of 16 bytes per bf16 tensor."""
     return max(1, min(16, next_power_of_2(width) // 256))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Triton twin of `ops.rms_norm`."""
-    tokens, width = x.shape
-    normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    rms_norm_kernel[(tokens,)](
-        x, x, weight, normed, normed, eps, x.stride(0), 0,
-        WIDTH=width, BLOCK=next_power_of_2(width), ADD=False, num_warps=_warps(width),
-    )  # fmt: skip
-    return normed
 
 
 def add_rms_norm(
@@ -91,9 +82,9 @@ def add_rms_norm(
     tokens, width = x.shape
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed)
-    rms_norm_kernel[(tokens,)](
+    add_rms_norm_kernel[(tokens,)](
         x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
-        WIDTH=width, BLOCK=next_power_of_2(width), ADD=True, num_warps=_warps(width),
+        WIDTH=width, BLOCK=next_power_of_2(width), num_warps=norm_warps(width),
     )  # fmt: skip
     return normed, total
 
@@ -109,6 +100,6 @@ def finish_norm(values: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
     normed = torch.empty_like(values)
     finish_norm_kernel[(tokens,)](
         values, squares, normed, tokens, eps, WIDTH=width, BLOCK=next_power_of_2(width),
-        PARTS=len(squares), PARTS_PAD=next_power_of_2(len(squares)), num_warps=_warps(width),
+        PARTS=len(squares), PARTS_PAD=next_power_of_2(len(squares)), num_warps=norm_warps(width),
     )  # fmt: skip
     return normed

@@ -28,28 +28,56 @@ class Rotary(NamedTuple):
     eps: float
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+class Embedded(NamedTuple):
+    """What the first layer starts from.
+
+    Attributes:
+        normed: [T, H], the residual behind the layer's norm.
+        residual: [T, H], the embeddings of the tokens.
+        cos, sin: float32 [T, head_dim / 2], of the positions.
+    """
+
+    normed: torch.Tensor
+    residual: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def embed(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    embedding: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    inv_freq: torch.Tensor,
+    factor: float,
+) -> Embedded:
+    """Return what the first layer starts from, contiguous.
 
     Args:
-        x: [T, H], last dimension contiguous.
-        weight: [H], dtype of x.
-        eps: added to the mean square.
-
-    Returns:
-        [T, H], contiguous, dtype of x.
+        ids, positions: int64 [T].
+        embedding: [V, H], contiguous.
+        weight: [H], of the first layer's norm. eps: its own.
+        inv_freq, factor: as at `rotary_tables`.
     """
-    if x.is_cuda:
-        from . import norm
+    if ids.is_cuda:
+        from . import embed as kernels
 
-        return norm.rms_norm(x, weight, eps)
-    return _rms_norm(x, weight, eps)
+        return kernels.embed(ids, positions, embedding, weight, eps, inv_freq, factor)
+    residual = F.embedding(ids, embedding)
+    return Embedded(_rms_norm(residual, weight, eps), residual, *rotary_tables(positions, inv_freq, factor))
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both [T, H], contiguous, dtype of x."""
+    """Return (norm of the sum, sum), both [T, H], contiguous, dtype of x.
+
+    Args:
+        x, residual: [T, H], added up; last dimension contiguous.
+        weight: [H], dtype of x; multiplies sum / sqrt(mean(sum^2) + eps).
+        eps: added to the mean square.
+    """
     if x.is_cuda:
         from . import norm
 
@@ -79,10 +107,7 @@ def rotary_tables(positions: torch.Tensor, inv_freq: torch.Tensor, factor: float
     Returns:
         Two float32 [T, D / 2].
     """
-    if positions.is_cuda:
-        from . import rotary
-
-        return rotary.rotary_tables(positions, inv_freq, factor)
+    # NOTE: plain PyTorch on CUDA too; a step's are made by `embed`.
     angles = torch.outer(positions.float(), inv_freq)
     return angles.cos().mul_(factor), angles.sin().mul_(factor)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.nn import functional
 
 from ..attention.interface import Attention
 from ..kernels import invariant_ops, ops
-from ..kernels.ops import Rotary
+from ..kernels.ops import Embedded, Rotary
 from ..kernels.step import StepInputs
 from . import weights
 from .config import DecoderConfig
@@ -146,9 +145,7 @@ class Decoder:
             if thin.takes(step):
                 return thin.forward(self, step, attention)
         ops, eps = self._ops, self.config.norm_eps
-        cos, sin = ops.rotary_tables(step.positions, self.inverse_frequencies, self.config.rope.attention_factor)
-        residual = functional.embedding(step.input_ids, self.embedding)
-        normed = ops.rms_norm(residual, self.blocks[0].attention_norm, eps)
+        normed, residual, cos, sin = self.embed(step)
         for index, block in enumerate(self.blocks):
             rotary = Rotary(cos, sin, block.q_norm, block.k_norm, eps)
             mixed = self._attend(index, normed, rotary, step, attention)
@@ -160,6 +157,13 @@ class Decoder:
             fed = block.down(ops.silu_mul(block.gate_up(normed)))
             normed, residual = ops.add_rms_norm(fed, residual, self.norm_after(index), eps)
         return self.head(normed)
+
+    def embed(self, step: StepInputs) -> Embedded:
+        """Return what the first layer starts from."""
+        return self._ops.embed(
+            step.input_ids, step.positions, self.embedding, self.blocks[0].attention_norm, self.config.norm_eps,
+            self.inverse_frequencies, self.config.rope.attention_factor,
+        )  # fmt: skip
 
     def _attend(
         self,

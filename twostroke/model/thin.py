@@ -6,10 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.nn import functional
 
 from ..attention.interface import Attention
-from ..kernels import ops
 from ..kernels.announced import Written
 from ..kernels.compiler import CompilerMissing
 from ..kernels.ops import Rotary
@@ -121,12 +119,11 @@ class ThinDecoder:
         linears, config = self._linears, decoder.config
         eps, split = config.norm_eps, (config.heads, config.kv_heads, config.kv_heads)
         linears.begin()
-        tables = ops.rotary_tables(step.positions, decoder.inverse_frequencies, config.rope.attention_factor)
-        residual = functional.embedding(step.input_ids, decoder.embedding)
-        x = Scaled(residual, ops.rms_norm(residual, decoder.blocks[0].attention_norm, eps), None)
+        normed, residual, cos, sin = decoder.embed(step)
+        x = Scaled(residual, normed, None)
         for index, (block, thin) in enumerate(zip(decoder.blocks, self._layers, strict=True)):
             heads = linears.scaled(x, thin.qkv).view(len(residual), -1, config.head_dim)
-            rotary = Rotary(*tables, block.q_norm, block.k_norm, eps)
+            rotary = Rotary(cos, sin, block.q_norm, block.k_norm, eps)
             q, k, v = heads.split(split, dim=1)
             seen = Written(attention.forward_rotary(index, q, k, v, rotary, step).flatten(1))
             x = linears.residual(seen, thin.output, x.residual, block.mlp_norm)
