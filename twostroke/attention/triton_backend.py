@@ -11,6 +11,7 @@ import torch
 from ..kernels.cache_write import cache_write
 from ..kernels.compiler import CompilerMissing
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
+from ..kernels.early import early
 from ..kernels.ops import Rotary
 from ..kernels.paged_decode import (
     DecodeTiles,
@@ -67,7 +68,7 @@ class TritonAttention(TritonCache):
         self.max_lanes = max_lanes
         self._capability, self._processors = _device_facts(device)
         # Programmatic dependent launch; see `decode_attention`.
-        self._early = device.type == "cuda" and self._capability >= (9, 0)
+        self._early = early(device)["PDL"]
         self._prefill = [
             prefill_tiles(self._capability, spec.heads // spec.kv_heads, spec.head_dim, dtype) for spec in layers
         ]
@@ -116,7 +117,7 @@ class TritonAttention(TritonCache):
         return out
 
     def _start(self, step: StepInputs) -> None:
-        """Write the schedules of a step."""
+        """Write the schedules of a step, while what is ahead still makes queries, keys and values."""
         lanes = step.num_lanes
         if lanes > self.max_lanes:
             raise ValueError(f"a step of {lanes} lanes: the schedules were made for max_lanes={self.max_lanes}")

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .barred_logits import bar, gaps, load_logits, num_barred
+from .early import wait_for_kernel_ahead
 
 CAPACITY = 1024
 """Of a split's 4,096 tokens: bands take a quarter of the logits' bytes."""
@@ -75,8 +76,10 @@ def collect_band(
     band,
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The bands of rows with filters; grid [S, programs that share a row's splits], 4 warps."""
+    wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     near = tl.load(nears + position)
     if near < _INFINITY:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from . import batch as layout
 from .batch import Batch, view_inputs
+from .early import early, wait_for_kernel_ahead
 from .sizes import cdiv, next_power_of_2
 from .step import StepInputs
 
@@ -45,7 +46,9 @@ def _apply_deltas(
     FIELDS_PADDED: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_kernel_ahead(PDL)
     program = tl.program_id(0)
     field = tl.arange(0, FIELDS_PADDED)
     joins = words + tl.load(words + JOINS_AT)
@@ -94,7 +97,9 @@ def _prepare_lanes(
     block_size,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_kernel_ahead(PDL)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = lane < lanes
     row = tl.load(lane_to_row + lane, mask=ok, other=0)
@@ -166,8 +171,10 @@ def _prepare_chunks(
     GROUPS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per chunk that there is room for, and one for the padding behind the tokens and outputs."""
+    wait_for_kernel_ahead(PDL)
     chunk = tl.program_id(0)
     last = tl.num_programs(0) - 1
     num_chunks = tl.load(words + NUM_CHUNKS)
@@ -237,21 +244,25 @@ def _advance(
     stop_stride,
     output,
     STOP_IDS: tl.constexpr,
+    STOP_IDS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = i < sampled
+    # What the sampler does not write is read while it still runs.
     row = tl.load(sample_rows + i, mask=ok, other=0)
     alive = ok & (tl.load(done + row, mask=ok, other=1) == 0)
+    count = tl.load(outputs + row, mask=alive, other=0) + 1
+    most = tl.load(max_outputs + row, mask=alive, other=0)
+    place = tl.arange(0, STOP_IDS_PADDED)[:, None]
+    stops = tl.load(stop_ids + place * stop_stride + row[None, :], alive[None, :] & (place < STOP_IDS), -1)
+    wait_for_kernel_ahead(PDL)
     error = alive & (tl.load(errors + i, mask=ok, other=0) != 0)
     good = alive & (error == 0)
     token = tl.load(tokens + i, mask=good, other=0)
-    count = tl.load(outputs + row, mask=good, other=0) + 1
-    at_length = good & (count == tl.load(max_outputs + row, mask=good, other=0))
-    stop = tl.zeros([BLOCK], tl.int32)
-    for j in range(STOP_IDS):
-        stop = stop | (tl.load(stop_ids + j * stop_stride + row, mask=good, other=-1) == token).to(tl.int32)
-    at_stop = good & (stop != 0)
+    at_length = good & (count == most)
+    at_stop = good & (tl.max((stops == token[None, :]).to(tl.int32), 0) != 0)
     flags = tl.where(good, FLAG_TOKEN, 0) + tl.where(at_stop, FLAG_STOP, 0)
     flags += tl.where(at_length, FLAG_LENGTH, 0) + tl.where(error, FLAG_ERROR, 0)
     tl.store(outputs + row, count, mask=good)
@@ -266,6 +277,7 @@ class TritonBatchOps:
 
     def apply_deltas(self, words: torch.Tensor, batch: Batch) -> None:
         fields = batch.words.shape[0]
+        # NOTE: a step's first kernel; it lets the next one start early, but starts behind all that is ahead itself.
         _apply_deltas[(_PROGRAMS,)](
             words,
             batch.words,
@@ -278,6 +290,7 @@ class TritonBatchOps:
             FIELDS_PADDED=next_power_of_2(fields),
             PROGRAMS=_PROGRAMS,
             BLOCK=_BLOCK,
+            PDL=early(words.device)["PDL"],
         )
 
     def prepare(
@@ -301,6 +314,7 @@ class TritonBatchOps:
                 batch.block_size,
                 GROUPS=groups,
                 BLOCK=_BLOCK,
+                **early(words.device),
             )
         if chunks:
             _prepare_chunks[(chunks + 1,)](
@@ -320,6 +334,7 @@ class TritonBatchOps:
                 GROUPS=groups,
                 CHUNKS_PADDED=next_power_of_2(batch.max_rows),
                 BLOCK=_BLOCK,
+                **early(words.device),
             )
         longest = batch.block_tables.shape[2] * batch.block_size
         longest_chunk = tokens if chunks else 0
@@ -339,5 +354,7 @@ class TritonBatchOps:
             batch.stop_ids.stride(0),
             output,
             STOP_IDS=batch.stop_ids.shape[0],
+            STOP_IDS_PADDED=next_power_of_2(batch.stop_ids.shape[0]),
             BLOCK=_BLOCK,
+            **early(output.device),
         )

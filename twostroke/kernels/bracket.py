@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .barred_logits import gaps, num_barred
+from .early import wait_for_kernel_ahead
 from .splits import first_id, load_splits, load_weights
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -78,12 +79,14 @@ def find_bracket(
     errors,
     NUM_STOPS: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Ends greedy rows and errors, whose far end is below 0; for the others, the bracket's ends; grid [S].
 
     Tokens within the near end are kept for certain, those beyond the far one are not. Both are infinite for a row
     without filters. Of top_k the near end is below 0, so that top_p, within it, can be found in the same bracket.
     """
+    wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     row = tl.load(rows + position)
     values = load_splits(split_values, position, num_splits, -_INFINITY, SPLITS)

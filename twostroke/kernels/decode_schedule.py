@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .early import early, wait_for_kernel_ahead
 from .sizes import cdiv, next_power_of_2
 
 RECORD = 8
@@ -129,8 +130,12 @@ def schedule_kernel(
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
     UNEVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program writes the records of `BLOCK` lanes; each reads the lengths of all."""
+    """One program writes the records of `BLOCK` lanes; each reads the lengths of all.
+
+    It does so while the kernel ahead still runs: lengths and rows are older than that one.
+    """
     other = tl.arange(0, LANES_PAD)
     lengths = tl.load(lane_lengths_ptr + other, mask=other < lanes, other=0)
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -148,6 +153,7 @@ def schedule_kernel(
     longer = all_tiles[None, :] > tiles[:, None]
     as_long = (all_tiles[None, :] == tiles[:, None]) & (other[None, :] < lane[:, None])
     place = tl.sum(tl.where(longer | as_long, all_splits[None, :], 0), 1)
+    wait_for_kernel_ahead(PDL)
     if tl.program_id(0) == 0:
         tl.store(words_ptr, tl.sum(all_splits, 0))
     past = tl.maximum(length - 1, 0)
@@ -196,4 +202,5 @@ def make_schedule(
     schedule_kernel[(cdiv(lanes, block),)](
         lane_rows, lane_lengths, schedule.words, lanes, schedule.extra, window, min_share,
         TILE=tile, LANES_PAD=pad, BLOCK=block, ROUNDS=rounds, UNEVEN=UNEVEN,
+        **early(schedule.words.device),
     )  # fmt: skip

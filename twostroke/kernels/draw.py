@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .band import weigh_kept_splits
 from .barred_logits import gaps, num_barred
+from .early import wait_for_kernel_ahead
 from .philox import PURPOSE_SPLIT, PURPOSE_TOKEN
 from .philox_triton import gumbel, numbered_words
 from .radius import find_radius
@@ -83,12 +84,14 @@ def draw(
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     CHANCES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The token of a sampled row, and with CHANCES its log-probability; grid [S], SPLITS >= 4.
 
     Rows without a filter take the weights of their splits from the survey, others from their band. Where that does not
     do, and with TYPICAL, which has radii found before, the splits that hold kept tokens are weighed anew.
     """
+    wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     far = tl.load(fars + position)
     if far >= 0.0:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .early import early, wait_for_kernel_ahead
 from .norm import norm_warps, normed_row
 from .ops import Embedded
 from .sizes import next_power_of_2
@@ -30,8 +31,10 @@ def embed_kernel(
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per token."""
+    wait_for_kernel_ahead(PDL)
     token = tl.program_id(0).to(tl.int64)
     column, pair = tl.arange(0, BLOCK), tl.arange(0, HALF_PAD)
     inside, pair_inside = column < WIDTH, pair < HALF
@@ -64,6 +67,6 @@ def embed(
     embed_kernel[(tokens,)](
         ids, positions, embedding, weight, inv_freq, made.residual, made.normed, made.cos, made.sin, eps, factor,
         WIDTH=width, BLOCK=next_power_of_2(width), HALF=half, HALF_PAD=next_power_of_2(half),
-        num_warps=norm_warps(width),
+        num_warps=norm_warps(width), **early(ids.device),
     )  # fmt: skip
     return made

@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .announced import Written
+from .early import early, wait_for_kernel_ahead
 from .norm import finish_norm
 from .sizes import cdiv, next_power_of_2
 from .thin_linear import Epilogue, Scaled
@@ -114,8 +114,7 @@ def medium_linear_kernel(
     row = first_row + tl.arange(0, ROWS)
     if PDL:
         _ask_ahead(weight_ptr, first_row, ROWS, OUTPUTS, INPUTS, HALVES)
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel_ahead(PDL)
 
     token_inside, row_inside = token < num_tokens, row < OUTPUTS
     out_places = token[:, None] * OUTPUTS + row[None, :]
@@ -208,7 +207,7 @@ class MediumLinears:
     def __init__(
         self, device: torch.device, eps: float, tiles: Callable[[MediumWeight, int], MediumTiles] = medium_tiles
     ) -> None:
-        self._early = device.type == "cuda"
+        self._early = early(device)
         self._eps = eps
         self._tiles = tiles
 
@@ -278,8 +277,8 @@ class MediumLinears:
             out if weight.bias is None else weight.bias, added[0], added[1], out, left[0], left[1], tokens, self._eps,
             EPILOGUE=int(weight.epilogue), INPUTS=inputs, OUTPUTS=outputs, PARTS=parts,
             PARTS_PAD=next_power_of_2(max(1, parts)), BIAS=weight.bias is not None,
-            TOKENS=tiles.tokens, ROWS=tiles.rows, SLICE=tiles.inputs, PDL=self._early,
-            num_warps=tiles.warps, num_stages=tiles.stages, **({"launch_pdl": True} if self._early else {}),
+            TOKENS=tiles.tokens, ROWS=tiles.rows, SLICE=tiles.inputs,
+            num_warps=tiles.warps, num_stages=tiles.stages, **self._early,
         )  # fmt: skip
 
 

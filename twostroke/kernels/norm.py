@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .early import early, wait_for_kernel_ahead
 from .sizes import next_power_of_2
 
 
@@ -58,8 +59,10 @@ def finish_norm_kernel(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per token."""
+    wait_for_kernel_ahead(PDL)
     token = tl.program_id(0).to(tl.int64)
     column, part = tl.arange(0, BLOCK), tl.arange(0, PARTS_PAD)
     inside = column < WIDTH
@@ -101,5 +104,6 @@ def finish_norm(values: torch.Tensor, squares: torch.Tensor, eps: float) -> torc
     finish_norm_kernel[(tokens,)](
         values, squares, normed, tokens, eps, WIDTH=width, BLOCK=next_power_of_2(width),
         PARTS=len(squares), PARTS_PAD=next_power_of_2(len(squares)), num_warps=norm_warps(width),
+        **early(values.device),
     )  # fmt: skip
     return normed

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import decode_schedule as schedule_layout
 from .decode_schedule import DecodeSchedule
+from .early import wait_for_kernel_ahead
 from .ops import Rotary
 from .sizes import next_power_of_2
 from .softmax_tile import LOG2_E, take_tile
@@ -296,9 +296,7 @@ def decode_kernel(
             keys_ptr, values_ptr, table_ptr, kv_head, begin, end,
             KV_HEADS, HEAD_DIM, DIM_PAD, BLOCK_SIZE, TILE, AHEAD, LINE_DIMS,
         )  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_kernel_ahead(PDL)
 
     head = kv_head * GROUP + member
     q_inside = (member < GROUP)[:, None] & dim_inside

@@ -25,6 +25,7 @@ from .band import CAPACITY, PROGRAMS, collect_band
 from .barred_logits import bar, load_logits, num_barred
 from .bracket import find_bracket
 from .draw import draw
+from .early import early, wait_for_kernel_ahead
 from .philox import SPLIT
 from .sizes import cdiv, next_power_of_2
 from .splits import first_id
@@ -57,9 +58,11 @@ def _survey(
     split_weights,
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The largest logit of each split, +inf if one is NaN or +inf; for a greedy row the lowest id that has it, for
     a sampled one the weight of all tokens."""
+    wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.load(rows + position)
@@ -123,7 +126,7 @@ def sample_rows(
     filters = (top_k, top_p, min_p)
     bands = (inner_weights, band_counts, band)
     num_stops, splits = stop_ids.shape[0], max(4, next_power_of_2(num_splits))
-    per_split, per_row = (count, num_splits), (count,)
+    per_split, per_row, pdl = (count, num_splits), (count,), early(logits.device)
     _survey[per_split](
         *common,
         temperature,
@@ -136,6 +139,7 @@ def sample_rows(
         NUM_STOPS=num_stops,
         SPLIT=SPLIT,
         num_warps=_SPLIT_WARPS,
+        **pdl,
     )
     find_bracket[per_row](
         *common,
@@ -156,6 +160,7 @@ def sample_rows(
         NUM_STOPS=num_stops,
         SPLITS=splits,
         num_warps=_BRACKET_WARPS,
+        **pdl,
     )
     collect_band[(count, min(num_splits, cdiv(PROGRAMS, max(count, 1))))](
         *common,
@@ -172,6 +177,7 @@ def sample_rows(
         NUM_STOPS=num_stops,
         SPLIT=SPLIT,
         num_warps=_BAND_WARPS,
+        **pdl,
     )
     if typical:
         find_typical[per_row](
@@ -196,6 +202,7 @@ def sample_rows(
             SPLIT=SPLIT,
             SPLITS=splits,
             num_warps=_ROW_WARPS,
+            **pdl,
         )
     draw[per_row](
         *common,
@@ -225,4 +232,5 @@ def sample_rows(
         CHANCES=chances is not None,
         num_warps=_ROW_WARPS,
         maxnreg=_DRAW_REGISTERS,
+        **pdl,
     )

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .barred_logits import gaps, num_barred
+from .early import wait_for_kernel_ahead
 from .radius import find_radius
 from .splits import load_splits
 
@@ -55,12 +56,14 @@ def find_typical(
     NUM_STOPS: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Of the tokens within a row's radius, those are kept whose distance from the center is at most the spread.
 
     The radius is that of the other filters. The center is the mean distance, the spread the smallest that occurs and
     within which the weight reaches typical_p; grid [S]. Without typical_p the spread is infinite.
     """
+    wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     far = tl.load(fars + position)
     if far >= 0.0:
