@@ -6,6 +6,7 @@ whose bands are too full, so that rows are searched. Warps of the programs of a 
 draw, are the sampler's own choice first, then others. The kernels' times are a profiler's, which adds to each.
 
 usage: PYTHONPATH=. python bench/sampling_kernels.py [--json FILE]      (on a GPU; about two minutes)
+       ... --shape ROWS VOCAB      this one alone: rows without filters, with every choice of warps and registers
 """
 
 import argparse
@@ -101,7 +102,10 @@ def measure_shape(rows, vocab, logits_kind, kinds, choices):
     return entries
 
 
-def measure_all():
+def measure_all(shape):
+    if shape:
+        yield from measure_shape(*shape, "flat", ["greedy", "temperature"], CHOICES)
+        return
     for shape in SHAPES:
         for logits_kind in ("flat", "peaked"):
             yield from measure_shape(*shape, logits_kind, KINDS, CHOICES[:1])
@@ -113,8 +117,9 @@ def measure_all():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "VOCAB"))
     options = parser.parse_args()
-    entries = list(measure_all())
+    entries = list(measure_all(options.shape))
     if options.json:
         options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "kernels": entries}, indent=1) + "\n")
 

@@ -198,6 +198,37 @@ def test_c04_c05_poison_and_single_tokens(row: Row, device: str) -> None:
     assert run(sample_in_triton, logits.to(device), [0] * 6, make_state([row], device))[1] == [1, 1, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("row", [DUMMY, Row(seed=3), Row(temperature=0.6, seed=4, top_p=0.8)], ids=str)
+def test_poison_shows_wherever_it_lies(row: Row, dtype: torch.dtype, device: str) -> None:
+    """Beside larger tokens, barred, alone in a split without tokens, in the last split; not what is only forbidden."""
+    places = 0, 8, 4_096, 9_000
+    logits = random_logits(1, 9_001, seed=23).repeat(12, 1)
+    logits[:, 11] = 50.0
+    logits[:, 4_096:8_192] = -INF
+    for lane, place in enumerate(places):
+        logits[lane, place] = math.nan
+        logits[4 + lane, place] = INF
+    logits[8, 4_096:] = math.nan
+    logits[9] = -INF
+    logits[10] = math.nan
+    row = replace(row, min_outputs=1, stop_ids=(8, 9_000, 4_097))
+    assert_same(logits.to(dtype), [row], device, [0] * 12)
+    assert run(sample_in_triton, logits.to(dtype).to(device), [0] * 12, make_state([row], device))[1] == [1] * 11 + [0]
+
+
+@pytest.mark.parametrize("vocab", [13, 4_095, 8_195])
+def test_barred_ids_lie_anywhere(vocab: int, device: str) -> None:
+    """The largest logits are those of barred ids: first and last ones, neighbours, on both sides of a split's edge."""
+    stops = [(0, 1, 7, 8), (vocab - 1, vocab - 2, 4_095, 4_096), (9, 9, 2, 3), (vocab - 1,)]
+    stops = [tuple(min(stop, vocab - 1) for stop in ids) for ids in stops]
+    logits = random_logits(8, vocab, seed=25).double()
+    for lane in range(8):
+        logits[lane, list(stops[lane % 4])] += 30
+    rows = [Row(temperature=lane // 4, seed=lane, min_outputs=lane % 3, stop_ids=stops[lane % 4]) for lane in range(8)]
+    assert_same(logits.float(), rows, device)
+
+
 def test_c13_all_tokens_barred_is_an_error(device: str) -> None:
     rows = [Row(temperature=t, min_outputs=1, stop_ids=(0, 2, 3)) for t in (0.0, 1.0)]
     logits = torch.tensor([[0.0, -INF, 1.0, 2.0]] * 2, device=device)

@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 
 from .band import CAPACITY, PROGRAMS, collect_band
-from .barred_logits import bar, load_logits, num_barred
+from .barred_logits import load_logits, num_barred
 from .bracket import find_bracket
 from .draw import draw
 from .early import early, wait_for_kernel_ahead
 from .philox import SPLIT
 from .sizes import cdiv, next_power_of_2
-from .splits import first_id
+from .splits import NO_ID
 from .typical import find_typical
 
 _SPLIT_WARPS = 4
@@ -40,6 +40,16 @@ _DRAW_REGISTERS = 64
 
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _bar(x, ids, stop_ids, stop_stride, num_barred):
+    """As `barred_logits.bar`, but NaN where a barred logit is NaN or +inf."""
+    # NOTE: ids are compared in two parts, or the compiler would hold a register for each, also in rows that bar none.
+    for place in range(0, num_barred):
+        stop = tl.load(stop_ids + place * stop_stride)
+        x = tl.where((ids // 8 == stop // 8) & (ids % 8 == stop % 8), x - _INFINITY, x)
+    return x
 
 
 @triton.jit
@@ -65,22 +75,27 @@ def _survey(
     wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     split = tl.program_id(1)
-    row = tl.load(rows + position)
-    temperature = tl.load(temperatures + row)
     ids = split * SPLIT + tl.arange(0, SPLIT)
     x = load_logits(logits + position.to(tl.int64) * logits_stride, ids, vocab)
-    poisoned = (x != x) | (x == _INFINITY)
-    barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
-    x = tl.where(poisoned, _INFINITY, bar(x, ids, stop_ids + row, stop_stride, barred))
+    # NOTE: so that logits are asked for before the row's parameters, each of which waits for another load.
+    tl.debug_barrier()
+    row = tl.load(rows + position)
+    temperature = tl.load(temperatures + row)
+    x = _bar(x, ids, stop_ids + row, stop_stride, num_barred(outputs, min_outputs, row, NUM_STOPS))
     best = tl.max(x, 0)
     place = position * tl.num_programs(1) + split
-    tl.store(split_values + place, best)
+    # NOTE: the maximum drops NaN, but what follows does not: a weight of NaN or an id of -1 tells of poison.
     if temperature > 0.0:
         # NOTE: in a split without any token all gaps are infinite, not NaN.
         gap = tl.where(best == -_INFINITY, 0.0, best) - x
-        tl.store(split_weights + place, tl.sum(tl.exp2(gap * tl.div_rn(-_LOG2_E, temperature)), 0))
+        weight = tl.sum(tl.exp2(gap * tl.div_rn(-_LOG2_E, temperature)), 0)
+        tl.store(split_weights + place, weight)
+        poisoned = weight != weight
     else:
-        tl.store(split_ids + place, first_id(x, best, ids))
+        first = tl.min(tl.where(x != x, -1, tl.where(x == best, ids, NO_ID)), 0)
+        tl.store(split_ids + place, first)
+        poisoned = first < 0
+    tl.store(split_values + place, tl.where(poisoned, _INFINITY, best))
 
 
 def sample_rows(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _INFINITY = tl.constexpr(float("inf"))
-_NO_ID = tl.constexpr(0x7FFFFFFF)
+NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def first_largest(x, ids):
 @triton.jit
 def first_id(x, value, ids):
     """The lowest id at which x has the value."""
-    return tl.min(tl.where(x == value, ids, _NO_ID), 0)
+    return tl.min(tl.where(x == value, ids, NO_ID), 0)
 
 
 @triton.jit
