@@ -21,7 +21,7 @@ from sampling_case import (
     typical_rows,
 )
 
-from twostroke.kernels.philox import gumbel, philox
+from twostroke.kernels.philox import MAX_GUMBEL, MIN_GUMBEL, gumbel, philox
 from twostroke.sampling.sampler import sample
 from twostroke.sampling.state import SamplingState
 
@@ -133,6 +133,19 @@ def test_noise_is_finite_ordered_and_accurate_at_the_ends(device: str) -> None:
     assert noise.isfinite().all()
     assert (noise.diff() >= 0).all()
     assert (noise.cpu() - gumbel(words)).abs().max() < 4e-6
+
+
+def test_noise_is_accurate_where_its_logarithms_change_their_scale(device: str) -> None:
+    """Around powers of two, 2/3 and 4/3 of them, and where minus the logarithm has one of these."""
+    edges = [edge * 2.0**-n for n in range(5) for edge in (1.0, 2 / 3)]
+    edges += [1 - edge for edge in edges] + [math.exp(-edge * scale) for edge in edges for scale in (1.0, 16.0)]
+    words = torch.tensor([int(edge * 2**24) + step for edge in edges for step in range(-8, 8)]).clamp(0, 2**24 - 1) << 8
+    words = words[torch.arange(1024) % len(words)]
+    noise = torch.zeros(1024, device=device)
+    _gumbel_kernel[(1,)](signed(words).to(device), noise, COUNT=1024)
+    exact = -torch.log(-torch.log(((words >> 8).double() + 0.5) * 2.0**-24))
+    assert (noise.cpu() - exact).abs().max() < 2e-6
+    assert MIN_GUMBEL <= noise.min() <= noise.max() <= MAX_GUMBEL
 
 
 @pytest.mark.parametrize("vocab", [5, 1000, 4099])

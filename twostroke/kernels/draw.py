@@ -94,14 +94,20 @@ def draw(
     wait_for_kernel_ahead(PDL)
     position = tl.program_id(0)
     far = tl.load(fars + position)
+    near = tl.load(nears + position)
+    best = tl.load(bests + position)
+    row = tl.load(rows + position)
+    # NOTE: so that these are asked for together.
+    tl.debug_barrier()
     if far >= 0.0:
-        row = tl.load(rows + position)
-        best = tl.load(bests + position)
+        seed_low = tl.load(seeds_low + row)
+        seed_high = tl.load(seeds_high + row)
+        output = tl.load(outputs + row)
         temperature = tl.load(temperatures + row)
         row_logits = logits + position.to(tl.int64) * logits_stride
         row_stops = stop_ids + row
         barred = num_barred(outputs, min_outputs, row, NUM_STOPS)
-        filtered = tl.load(nears + position) < _INFINITY
+        filtered = near < _INFINITY
         lanes = tl.arange(0, SPLITS)
         weights = load_weights(
             split_values, split_weights, position, num_splits, best, tl.div_rn(-_LOG2_E, temperature), SPLITS
@@ -173,9 +179,6 @@ def draw(
                         TYPICAL,
                     )
                     weights = tl.where(lanes == split, tl.sum(tl.exp(-distance), 0), weights)
-        seed_low = tl.load(seeds_low + row)
-        seed_high = tl.load(seeds_high + row)
-        output = tl.load(outputs + row)
         words = numbered_words(seed_low, seed_high, output, tl.arange(0, SPLITS // 4), _PURPOSE_SPLIT)
         _, split = first_largest(gumbel(words) + tl.log(weights), lanes)
         ids = split * SPLIT + tl.arange(0, SPLIT)

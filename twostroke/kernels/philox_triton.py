@@ -2,6 +2,8 @@
 
 # mypy: allow-untyped-defs
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -15,6 +17,10 @@ _KEY_STEP_1 = tl.constexpr(philox.KEY_STEPS[1])
 _SHIFT = tl.constexpr(32 - philox.UNIFORM_BITS)
 _HALF = tl.constexpr(philox.HALF)
 _ULP = tl.constexpr(philox.ULP)
+
+_TWO_THIRDS_BITS = tl.constexpr(0x3F2AAAAB)
+_EXPONENT_BITS = tl.constexpr(-0x800000)
+_MINUS_LOG_2 = tl.constexpr(-math.log(2) / 0x800000)
 
 
 @triton.jit
@@ -51,18 +57,31 @@ def numbered_words(seed_low, seed_high, output_index, quads, purpose: tl.constex
 
 
 @triton.jit
-def gumbel(words):
-    """Standard Gumbel noise, float32, from uint32 words.
+def _scale_and_rest(x):
+    """Of normal floats > 0: n * 2 ** 23 (int32) and x / 2 ** n - 1, which lies in [-1/3, 1/3)."""
+    bits = x.to(tl.int32, bitcast=True)
+    scale = (bits - _TWO_THIRDS_BITS) & _EXPONENT_BITS
+    return scale, (bits - scale).to(tl.float32, bitcast=True) - 1.0
 
-    In the upper half log1p(-v) is log(w) * v / (1 - w) with w = 1 - v rounded: the rounding error of w cancels
-    (Higham, "Accuracy and Stability of Numerical Algorithms", 1.14.1).
-    """
+
+@triton.jit
+def _minus_log(scale, rest):
+    """-log(2 ** n * (1 + rest)); the polynomial is that of log(1 + x) = x + x ** 2 * p with the least error, 3e-8."""
+    p = -0.15372743 + rest * 0.143741
+    p = -0.1641935 + rest * (0.13920924 + rest * p)
+    p = -0.250075996 + rest * (0.20016059 + rest * p)
+    p = -0.4999994 + rest * (0.33333105 + rest * p)
+    return scale.to(tl.float32) * _MINUS_LOG_2 - (rest + rest * rest * p)
+
+
+@triton.jit
+def gumbel(words):
+    """Standard Gumbel noise, float32, from uint32 words."""
     steps = (words >> _SHIFT).to(tl.int32)
     upper = steps >= _HALF
     nearest_end = (tl.minimum(steps, 2 * _HALF - 1 - steps).to(tl.float32) + 0.5) * _ULP
-    rounded = 1.0 - nearest_end
-    minus_log = -tl.log(tl.where(upper, rounded, nearest_end))
-    # NOTE: where `rounded` is 1 the quotient would be 0 / 0, and v itself is the answer to within half an ulp.
-    is_one = rounded == 1.0
-    corrected = minus_log * (nearest_end / tl.where(is_one, 1.0, 1.0 - rounded))
-    return -tl.log(tl.where(upper, tl.where(is_one, nearest_end, corrected), minus_log))
+    scale, rest = _scale_and_rest(tl.where(upper, 1.0 - nearest_end, nearest_end))
+    # NOTE: 1.0 - nearest_end is rounded, which near 1 would be too much for its logarithm.
+    rest = tl.where(upper & (scale == 0), -nearest_end, rest)
+    scale, rest = _scale_and_rest(_minus_log(scale, rest))
+    return _minus_log(scale, rest)
