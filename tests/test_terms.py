@@ -1,5 +1,7 @@
 """Parameters and prompts that are checked once for many requests: what is shared, and what is looked at again."""
 
+from functools import cached_property, partial
+
 import numpy as np
 import pytest
 from engines import MODES, running
@@ -78,6 +80,128 @@ def test_tuples_are_constant_if_all_that_they_hold_is():
     assert known.of(params).rules.bad_words() == [[3], [4, 5]]
     word[0] = 6
     assert known.of(params).rules.bad_words() == [[6], [4, 5]]
+
+
+PLAIN = st.fixed_dictionaries(
+    {},
+    optional=dict(
+        temperature=st.sampled_from([0, 0.0, 0.6, True]),
+        top_k=st.sampled_from([0, 3, False]),
+        repetition_penalty=st.sampled_from([1, 1.0, 1.5]),
+        ignore_eos=st.sampled_from([False, True, 0]),
+        stop_token_ids=st.sampled_from([(), (3,), [4]]),
+        allowed_token_ids=st.sampled_from([None, range(9), range(90, 99)]),
+        cache_salt=st.sampled_from([None, "a", ""]),
+        n=st.sampled_from([1, 2, True]),
+        min_tokens=st.sampled_from([0, 4]),
+        logprobs=st.sampled_from([None, 0, 2]),
+    ),
+)
+OWN = st.fixed_dictionaries(
+    dict(
+        max_tokens=st.sampled_from([None, 0, 3, 9, 2.0, True, np.int64(5)]),
+        seed=st.sampled_from([None, 0, 7, -1, 2**64, True, np.uint8(7)]),
+    )
+)
+
+
+def found(of, params):
+    """What is known of parameters, or the message of the refusal."""
+    try:
+        terms = of(params)
+    except InvalidRequest as error:
+        return str(error)
+    derived = {name: getattr(terms, name) for name in dir(Terms) if isinstance(getattr(Terms, name), cached_property)}
+    assert len(derived) > 8
+    return derived | dict(params=params, stop_ids=terms.stop_ids.tolist(), biases=terms.rules.biases.tolist())
+
+
+@given(st.lists(st.tuples(PLAIN, OWN), max_size=6), st.lists(OWN, min_size=2, max_size=4))
+def test_parameters_that_are_alike_are_known_as_each_is_alone(several, lengths_and_seeds):
+    """Also if what is wrong with one of them equals what is right: True is 1, and both have the same hash."""
+    listed = [SamplingParams(**common, **own) for common, own in several]
+    listed += [SamplingParams(**common, **own) for common, _ in several[:2] for own in lengths_and_seeds]
+    known, kept = KnownTerms(partial(Terms.create, limits=LIMITS)), []
+
+    def of(params):
+        kept.append(known.of(params))
+        return kept[-1]
+
+    for params in listed:
+        assert found(of, params) == found(partial(Terms.create, limits=LIMITS), params)
+
+
+def test_parameters_that_differ_in_length_and_seed_are_checked_once():
+    create = Counting()
+    known = KnownTerms(create)
+    params = [SamplingParams(temperature=0.5, max_tokens=3 + place, seed=place) for place in range(5)]
+    terms = [known.of(own) for own in params]
+    assert create.made == 1
+    assert [own.params for own in terms] == params
+    assert [known.of(own) for own in params] == terms
+    assert len({id(own.row_record) for own in terms}) == 1
+    for own, message in (dict(max_tokens=0), "max_tokens=0"), (dict(seed=-1), "seed=-1"):
+        with pytest.raises(InvalidRequest, match=message):
+            known.of(SamplingParams(temperature=0.5, **own))
+    known.of(SamplingParams(temperature=0.25))
+    assert create.made == 2
+
+
+def test_a_length_that_is_no_plain_number_is_checked_each_time():
+    """It may be anything that calls itself one, and can change."""
+    create = Counting()
+    known, params = KnownTerms(create), SamplingParams(max_tokens=np.int64(5))
+    terms = known.of(params)
+    assert known.of(params) is not terms
+    assert create.made == 2
+
+
+class OwnParams(SamplingParams):
+    """Parameters with a rule of their own."""
+
+    def validate(self):
+        raise InvalidRequest("never")
+
+
+def test_parameters_of_another_kind_are_not_alike():
+    known = KnownTerms(Counting())
+    terms = known.of(SamplingParams())
+    with pytest.raises(InvalidRequest, match="never"):
+        known.of(OwnParams())
+    assert terms.params == SamplingParams()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_requests_that_differ_in_length_and_seed_give_what_each_gives_alone(mode):
+    params = [
+        SamplingParams(temperature=0.9, max_tokens=3 + place, seed=place, ignore_eos=True, **others)
+        for place in range(4)
+        for others in (dict(), dict(logprobs=1), dict(presence_penalty=1.5))
+    ]
+    prompts = [[5 + place] * (1 + 7 * place) for place in range(len(params))]
+    with running(mode) as engine:
+        alone = [engine.generate(*given)[0].token_ids for given in zip(prompts, params, strict=True)]
+        together = engine.generate(prompts, params)
+    assert [output.token_ids for output in together] == alone
+    assert list(map(len, alone)) == [own.max_tokens for own in params]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [dict(max_tokens=0), dict(seed=-1), dict(min_tokens=5), dict(temperature=-1)], ids=str)
+def test_one_bad_request_behind_many_that_are_alike_starts_nothing(mode, bad):
+    good = [SamplingParams(temperature=0, max_tokens=3 + place % 2, ignore_eos=True) for place in range(20)]
+    last = SamplingParams(**(dict(temperature=0, max_tokens=3, ignore_eos=True) | bad))
+    prompts = [[5, 6, place] for place in range(21)]
+    with running(mode, max_waiting=21) as engine:
+        free = engine.stats().free_blocks
+        with pytest.raises(InvalidRequest, match=next(iter(bad))):
+            engine.generate(prompts, [*good, last])
+        with pytest.raises(InvalidRequest, match=r"prompt\[1\]=512"):
+            engine.generate([*prompts[:20], [5, 512]], [*good, good[0]])
+        stats = engine.stats()
+        assert (stats.prompt_tokens, stats.waiting, stats.running, stats.free_blocks) == (0, 0, 0, free)
+        outputs = engine.generate(prompts, [*good, good[0]])
+        assert [len(output.token_ids) for output in outputs] == [own.max_tokens for own in [*good, good[0]]]
 
 
 def test_a_list_that_changes_between_two_requests_counts_for_the_second():

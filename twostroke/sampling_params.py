@@ -166,19 +166,12 @@ class SamplingParams:
         require_int("top_k", self.top_k, low=-1)
         require_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
         require_int("min_tokens", self.min_tokens, low=0)
-        if self.max_tokens is not None:
-            require_int("max_tokens", self.max_tokens, low=1)
-            if self.min_tokens > self.max_tokens:
-                raise InvalidRequest(
-                    f"min_tokens={shown(self.min_tokens)} must not exceed max_tokens={shown(self.max_tokens)}"
-                )
+        self.validate_own()
         require_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
         if self.queue_timeout is not None and require_number("queue_timeout", self.queue_timeout) <= 0:
             raise InvalidRequest(f"queue_timeout={shown(self.queue_timeout)} must be more than 0 seconds")
         if self.cache_salt is not None:
             _check_salt(self.cache_salt)
-        if self.seed is not None:
-            require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
         for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidRequest(f"{name}={shown(value)} must be True or False")
@@ -193,6 +186,17 @@ class SamplingParams:
                 require_int(name, count, low=0, high=MAX_LOGPROBS)
         _check_bias(self.logit_bias)
         self._validate_held()
+
+    def validate_own(self) -> None:
+        """Raise `InvalidRequest` for the first of `OWN_PARAMETERS` that is out of its range or of a wrong type."""
+        if self.max_tokens is not None:
+            require_int("max_tokens", self.max_tokens, low=1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens={shown(self.min_tokens)} must not exceed max_tokens={shown(self.max_tokens)}"
+                )
+        if self.seed is not None:
+            require_int("seed", self.seed, low=0, high=2**SEED_BITS - 1)
 
     def frozen(self) -> SamplingParams:
         """These parameters, checked, without lists that others may change: of those that are read after submit."""
@@ -223,6 +227,9 @@ class SamplingParams:
         if not is_listed(processors) or not all(callable(processor) for processor in processors):
             raise InvalidRequest(f"logits_processors={shown(processors)} must be a list of logits processors")
 
+
+OWN_PARAMETERS = "max_tokens", "seed"
+"""Those in which requests differ that are otherwise alike; nothing that `Terms` derives depends on them."""
 
 _INTERVALS = (
     ("temperature", 0.0, math.inf, False),

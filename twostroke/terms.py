@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,7 @@ from .errors import InvalidRequest, shown
 from .limits import Limits
 from .logit_rules import Encode, LogitRules
 from .plan import LEDGER_FEATURES, NO_FEATURES, ROW_RECORD, Feature
-from .sampling_params import MAX_STOP_IDS, SamplingParams, stop_strings
+from .sampling_params import MAX_STOP_IDS, OWN_PARAMETERS, SamplingParams, stop_strings
 
 _INT32_MAX = np.iinfo(np.int32).max
 _FLOAT32 = np.finfo(np.float32)
@@ -56,6 +57,19 @@ class Terms:
         if terms.needs_ledger and not limits.max_ledgers:
             asked = next(name for name in _LEDGER_PARAMETERS if _is_set(name, getattr(params, name)))
             raise InvalidRequest(f"{asked}={shown(getattr(params, asked))} needs a ledger, but max_ledgers=0")
+        return terms
+
+    def shared_with(self, params: SamplingParams) -> Terms:
+        """The terms of `params`, which differ from the parameters of these in `OWN_PARAMETERS` alone.
+
+        Raises:
+            InvalidRequest: one of these is out of range.
+        """
+        params.validate_own()
+        for name in _DERIVED:
+            getattr(self, name)  # now, so that the others have it, too
+        terms = object.__new__(Terms)
+        vars(terms).update(vars(self), params=params)
         return terms
 
     @cached_property
@@ -143,12 +157,17 @@ class Terms:
         return found
 
 
+_DERIVED = tuple(name for name, member in vars(Terms).items() if isinstance(member, cached_property))
+
+
 class KnownTerms:
     """Terms by the parameters that they are of: while a request has them, the same object is not checked again.
 
+    Of parameters that differ from known ones in `OWN_PARAMETERS` alone, only these are checked.
+
     Only what nobody can have changed since is known: plain values, and tuples of them. What Python can hash need not be
     constant: an object that does not say when it equals another is hashed by its identity. Parameters are known by
-    theirs, since equal ones need not all be valid: True == 1.
+    theirs, and by their values and the types of these, since equal ones need not all be valid: True == 1.
 
     Args:
         create: makes terms of parameters, or refuses them.
@@ -157,15 +176,33 @@ class KnownTerms:
     def __init__(self, create: Callable[[SamplingParams], Terms]) -> None:
         self._create = create
         self._known: WeakValueDictionary[int, Terms] = WeakValueDictionary()  # terms keep parameters, and so their ids
+        self._alike: WeakValueDictionary[tuple[object, ...], Terms] = WeakValueDictionary()
 
     def of(self, params: SamplingParams) -> Terms:
         """The terms of `params`; raises what `create` does."""
         if (known := self._known.get(id(params))) is not None:
             return known
-        terms = self._create(params)
-        if terms.params is params and all(map(_is_constant, vars(params).values())):
+        key = _common(params)
+        if key is not None and (alike := self._alike.get(key)) is not None:
+            terms = alike.shared_with(params)
+        else:
+            terms = self._create(params)
+            if key is not None:
+                self._alike[key] = terms
+        if terms.params is params and (key is not None or all(map(_is_constant, vars(params).values()))):
             self._known[id(params)] = terms
         return terms
+
+
+def _common(params: SamplingParams) -> tuple[object, ...] | None:
+    """All but `OWN_PARAMETERS`, equal only for those of the same terms; None unless all are plain or empty tuples."""
+    if type(params) is not SamplingParams or not _PLAIN_TYPES.issuperset(map(type, _OWN(params))):
+        return None
+    values = _COMMON(params)
+    types = tuple(map(type, values))
+    if not _COMMON_TYPES.issuperset(types) or types.count(tuple) != values.count(()):
+        return None
+    return values, types
 
 
 def _is_constant(value: object) -> bool:
@@ -175,6 +212,9 @@ def _is_constant(value: object) -> bool:
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, range})
 """Those of values that cannot be changed."""
 
+_COMMON_TYPES = _PLAIN_TYPES | {tuple}
+_OWN = attrgetter(*OWN_PARAMETERS)
+_COMMON = attrgetter(*(each.name for each in fields(SamplingParams) if each.name not in OWN_PARAMETERS))
 
 _LEDGER_PARAMETERS = (
     *("logit_bias", "allowed_token_ids", "bad_words", "no_repeat_ngram_size"),
