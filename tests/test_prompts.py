@@ -88,7 +88,9 @@ IDS = {
     "numpy's": list(np.array([5, 6])),
     "a subclass": [Number(5), 6],
     "what is refused later": [5, True, 2.5, None, "a", [MESSAGE]],
+    "what no array of ids can hold": [5, 2**31],
 }
+PLAIN = {"none", "ids", "a tuple of them", "a sequence of them", "a range"}
 
 
 @pytest.mark.parametrize("case", CHATS)
@@ -100,8 +102,13 @@ def test_a_prompt_with_a_message_is_a_chat(case):
 
 @pytest.mark.parametrize("case", IDS)
 @pytest.mark.parametrize("tokenizer", [FakeTokenizer(), None], ids=["tokenizer", "none"])
-def test_any_other_list_is_one_of_ids_and_stays_as_it_is(case, tokenizer):
-    assert encode_prompt(IDS[case], tokenizer) is IDS[case]
+def test_any_other_list_is_one_of_ids_and_stays_as_it_is_or_becomes_an_array(case, tokenizer):
+    ids = encode_prompt(IDS[case], tokenizer)
+    if case in PLAIN:
+        assert ids.dtype == np.int32
+        assert ids.tolist() == list(IDS[case])
+    else:
+        assert ids is IDS[case]
 
 
 @pytest.mark.parametrize("prompt", [b"ab", bytearray(b"ab"), memoryview(b"ab"), MESSAGE, 5, None, iter([5]), {5, 6}])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
+import struct
 from collections.abc import Sequence
+from operator import countOf
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +64,20 @@ def require_int(name: str, value: object, *, low: int | None = None, high: int |
     return number
 
 
+def plain_ids(ids: Sequence[Any] | np.ndarray) -> np.ndarray | None:
+    """Integers as an array, int32, read-only; None if they are not all plain Python ones of that range.
+
+    NOTE: `generate` has all ids of a call go through here while the device waits. Counting types is the fastest way to
+    see that there is no True or 2.0, which numpy would take for numbers, and `struct` twice as fast as numpy.
+    """
+    if countOf(map(type, ids), int) != len(ids):
+        return None
+    try:
+        return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
+    except struct.error:  # some are in no vocabulary
+        return None
+
+
 def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Return `ids` as a new int32 array, or raise `InvalidRequest` that names the first bad id and its place."""
     if not is_listed(ids):
@@ -80,10 +97,10 @@ def _as_integers(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(ids)
         if ids.dtype.kind in "iu" and ids.ndim == 1:
             return ids
-    # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word; but not where
-    # all are plain, since every prompt comes through here while the loop may wait for the interpreter's lock.
-    plain = set(map(type, ids)) <= {int}
-    tokens = list(ids) if plain else [require_int(f"{name}[{place}]", token) for place, token in enumerate(ids)]
+    if (plain := plain_ids(ids)) is not None:
+        return plain
+    # NOTE: checked one by one, since numpy would turn [1, True] or [1, 2.0] into numbers without a word.
+    tokens = [require_int(f"{name}[{place}]", token) for place, token in enumerate(ids)]
     try:
         return np.array(tokens, np.int64)
     except OverflowError:  # some are in no vocabulary

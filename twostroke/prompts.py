@@ -8,54 +8,52 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .checks import require_token_ids, require_utf8
+from .checks import plain_ids, require_token_ids, require_utf8
 from .errors import InvalidRequest, shown
 from .text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 """A string, token ids, or the messages of a chat."""
 
-_BYTES: TypeAlias = bytes | bytearray | memoryview
+_BYTES = (bytes, bytearray, memoryview)
 """Sequences of integers to Python, but a text that was not decoded is no list of token ids."""
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return a list of prompts, whether one was given or several. A flat list of ints or of messages is one prompt."""
-    if isinstance(prompts, str | _BYTES | Mapping) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, *_BYTES, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, np.ndarray):
         return list(prompts) if prompts.ndim == 2 else [prompts]
     listed: list[Any] = list(prompts)
-    one_prompt = bool(listed) and not _any_is(listed, (str, Sequence, np.ndarray))
-    return [listed] if one_prompt else listed
+    # NOTE: the plain type first: asking an abstract kind of each of so many token ids would take longer than all else.
+    several = set(map(type, listed)) != {int} and any(isinstance(item, (str, Sequence, np.ndarray)) for item in listed)
+    return listed if several or not listed else [listed]
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:
-    """Return the token ids of a prompt; ids are returned as they are, to be checked with the rest of the request.
+    """Return the token ids of a prompt, to be checked with the rest of the request: as an array if all are plain ints.
 
     Raises:
         InvalidRequest: it is not a prompt, is a text of no tokens, or needs a tokenizer that the model does not have.
     """
     if isinstance(prompt, np.ndarray) and prompt.ndim == 1:
         return prompt
-    if isinstance(prompt, _BYTES | Mapping) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, (*_BYTES, Mapping)) or not isinstance(prompt, Sequence):
         raise InvalidRequest(
             f"prompt={shown(prompt)} must be a string, a list of token ids, or a list of chat messages"
         )
-    if not isinstance(prompt, str) and not _any_is(prompt, (Mapping,)):
-        return prompt  # type: ignore[return-value]
+    if not isinstance(prompt, str):
+        if (ids := plain_ids(prompt)) is not None:
+            return ids
+        if not any(isinstance(item, Mapping) for item in prompt):
+            return prompt  # type: ignore[return-value]
     if tokenizer is None:
         raise InvalidRequest(f"prompt={shown(prompt)}: this model has no tokenizer, give token ids")
     if isinstance(prompt, str):
         require_utf8("prompt", prompt)
         return require_tokens(prompt, tokenizer.encode(prompt))
     return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
-
-
-def _any_is(items: Sequence[object], kinds: tuple[type, ...]) -> bool:
-    """Whether an item is of one of `kinds`, which ints are not of."""
-    # NOTE: the plain type first: asking an abstract kind of each of so many token ids would take longer than all else.
-    return set(map(type, items)) != {int} and any(isinstance(item, kinds) for item in items)
 
 
 def require_tokens(text: str, ids: list[int]) -> list[int]:
@@ -76,21 +74,15 @@ def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
     flat = _flat(prompts) if len(prompts) > 1 else None
     if flat is None or not len(flat) or flat.min() < 0 or flat.max() >= vocab_size:
         return [require_token_ids("prompt", prompt, vocab_size) for prompt in prompts]
-    ids = flat.astype(np.int32)
+    ids = flat.astype(np.int32, copy=False)
     ids.flags.writeable = False
     ends = itertools.accumulate(map(len, prompts), initial=0)
     return [ids[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _flat(prompts: Sequence[Any]) -> np.ndarray | None:
-    """The ids of all prompts, one behind the other; None if they are not all plain, and each must be looked at."""
-    kinds = set(map(type, prompts))
-    if kinds == {np.ndarray}:
-        plain = len({prompt.dtype for prompt in prompts}) == 1 and prompts[0].dtype.kind in "iu"
-        return np.concatenate(prompts) if plain and all(prompt.ndim == 1 for prompt in prompts) else None
-    if not kinds <= {list, tuple} or not set(map(type, itertools.chain.from_iterable(prompts))) <= {int}:
+    """The ids of all prompts, one behind the other, a new array; None if they differ in type, or are no plain ones."""
+    arrays: list[Any] = [prompt if isinstance(prompt, np.ndarray) else plain_ids(prompt) for prompt in prompts]
+    if set(map(type, arrays)) != {np.ndarray} or len({(ids.dtype, ids.ndim) for ids in arrays}) > 1:
         return None
-    try:
-        return np.fromiter(itertools.chain.from_iterable(prompts), np.int64, sum(map(len, prompts)))
-    except OverflowError:  # some are in no vocabulary
-        return None
+    return np.concatenate(arrays) if arrays[0].dtype.kind in "iu" and arrays[0].ndim == 1 else None
