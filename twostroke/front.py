@@ -107,9 +107,11 @@ class Front:
         """
         listed = as_prompts(prompts)
         handles = self._make_handles(listed, _params_for(params, len(listed)))
+        # NOTE: before the start: while this thread listens to all of them, the loop's would wait for the interpreter.
+        listener = Progress(handles, progress)
         try:
             self._start(handles)
-            with Progress(handles, progress) as bar:
+            with listener as bar:
                 for ended in bar.wait():
                     # NOTE: made, and kept by the handle, while others run; what it raises is raised below.
                     with contextlib.suppress(TwostrokeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .stderr import stderr_console
 from .text.handle import Handle
@@ -25,13 +26,8 @@ class Progress:
         self._news: deque[Handle] = deque()
         for handle in handles:
             handle.on_end(self._news.append)
-        self._bar = None
-        if (console := stderr_console(shown)) is not None:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=console)
-            self._task = self._bar.add_task("requests", total=len(handles))
+        self._shown = shown
+        self._bar: Any = None
 
     def wait(self) -> Iterator[Handle]:
         """Wait until all requests have ended, in whatever order they do; yield those that have while others run."""
@@ -54,7 +50,11 @@ class Progress:
             self._bar.update(self._task, completed=count)
 
     def __enter__(self) -> Progress:
-        if self._bar is not None:
+        if (console := stderr_console(self._shown)) is not None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+            self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+            self._task = self._bar.add_task("requests", total=len(self._handles))
             self._bar.start()
         return self
 

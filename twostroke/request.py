@@ -91,8 +91,8 @@ def _require_room(length: int, limits: Limits) -> None:
     """Raise `InvalidRequest` for a prompt of `length` tokens that leaves no room for output, or is empty."""
     if length == 0:
         raise InvalidRequest("prompt=[] is empty: at least one token is needed")
-    blocks = limits.groups.blocks(length)
-    if blocks > limits.usable_blocks:
+    if length > limits.cache_positions:
+        blocks = limits.groups.blocks(length)
         raise InvalidRequest(
             f"prompt of {counted(length, 'token')} needs {counted(blocks, 'block')} of {limits.block_size}, the cache "
             f"has {limits.usable_blocks} usable"

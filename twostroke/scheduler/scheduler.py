@@ -109,6 +109,7 @@ class Scheduler:
             costs=costs,
             max_ledger_words=max_ledger_words,
         )
+        self._cache_positions = self.groups.positions(num_blocks - 1)
         self._costs = costs
         self._policy = policy
         self.gate = Gate(self.waiting, self.forks.has_begun)
@@ -129,8 +130,8 @@ class Scheduler:
                 ledgers.
         """
         length = sample.prompt_len + sample.request.max_tokens
-        blocks = self.groups.blocks(length - 1)
-        if length > self.max_model_len or blocks > self.pool.total:
+        if length > self.max_model_len or length - 1 > self._cache_positions:
+            blocks = self.groups.blocks(length - 1)
             raise InvalidRequest(
                 f"prompt and max_tokens={sample.request.max_tokens} make {length} tokens in "
                 f"{counted(blocks, 'block')}; max_model_len={self.max_model_len}, and the cache has "

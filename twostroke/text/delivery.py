@@ -111,11 +111,10 @@ class Delivery:
         """
         with self._lock:
             ids = [handle.request_id for handle in handles]
-            if (taken := next((name for name in ids if name in self._ids), None)) is not None:
-                raise InvalidRequest(f"request_id={shown(taken)} is in use by a request that has not ended")
+            if taken := self._ids.intersection(ids):
+                raise InvalidRequest(f"request_id={shown(taken.pop())} is in use by a request that has not ended")
             self._ids.update(ids)
-            for handle in handles:
-                self._handles.update(dict.fromkeys(handle.samples, handle))
+            self._handles.update((sample, handle) for handle in handles for sample in handle.samples)
 
     def forget(self, handle: Handle) -> None:
         """Undo `register`: the request did not reach the loop."""
