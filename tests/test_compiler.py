@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from twostroke.kernels import compiler
-from twostroke.kernels.compiler import CompilerMissing, load_library
+from twostroke.kernels.compiler import SOURCES, CompilerMissing, compile_ahead, load_library
 
 
 @pytest.fixture
@@ -59,4 +59,29 @@ def test_a_cache_that_cannot_be_written_is_said_so(source, monkeypatch, tmp_path
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CompilerMissing, match=r"answer\.cu"):
+        load_library(source, "90a")
+
+
+def test_all_sources_are_compiled_ahead():
+    assert {source.stem for source in SOURCES} == {"streamed_decode", "streamed_prefill", "thin_linear"}
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+def test_sources_are_compiled_beside_each_other_and_who_loads_one_waits(source, tmp_path, monkeypatch):
+    """Each compiler ends only when the other has begun."""
+    c, other = shutil.which("c++"), tmp_path / "other.cu"
+    other.write_text('extern "C" int answer() { return 43; }\n')
+    both_began = f'while [ "$(wc -l < {tmp_path}/calls)" -lt 2 ]; do sleep 0.01; done'
+    script = f'{both_began}; while [ "$1" != -o ]; do shift; done; {c} -shared -fPIC -o $2 -x c++ $3'
+    calls = stand_in(tmp_path, monkeypatch, script)
+    compile_ahead((source, other), "90a")
+    assert load_library(source, "90a").answer() == 42
+    assert load_library(other, "90a").answer() == 43
+    assert calls() == 2
+
+
+def test_what_cannot_be_compiled_ahead_is_said_by_who_loads_it(source, tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "echo 'line 1: no such thing' >&2; exit 1")
+    compile_ahead((source,), "90a")
+    with pytest.raises(CompilerMissing, match="no such thing"):
         load_library(source, "90a")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.cache_write import cache_write
-from ..kernels.compiler import CompilerMissing
+from ..kernels.compiler import CAPABILITY, CompilerMissing
 from ..kernels.decode_schedule import DecodeSchedule, make_schedule
 from ..kernels.early import early
 from ..kernels.ops import Rotary
@@ -25,7 +25,6 @@ from ..kernels.paged_prefill import prefill_attention, prefill_tiles
 from ..kernels.prefill_schedule import PrefillSchedule, make_prefill_schedule
 from ..kernels.rotary_write import rotate_and_write
 from ..kernels.step import StepInputs
-from ..kernels.streamed_decode import CAPABILITY as STREAMED_CAPABILITY
 from ..kernels.streamed_decode import StreamedDecode, streamed_tiles
 from ..kernels.streamed_prefill import StreamedPrefill, tile_tokens
 from .interface import LayerSpec
@@ -181,7 +180,7 @@ def _streamed_for(
     layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]
 ) -> StreamedDecode | None:
     """Return the kernel in CUDA C++ for lanes; None where device, shapes or a missing compiler forbid it."""
-    if device.type != "cuda" or capability != STREAMED_CAPABILITY:
+    if device.type != "cuda" or capability != CAPABILITY:
         return None
     if not any(_is_streamed(spec, block_size, dtype) for spec in layers):
         return None
@@ -200,7 +199,7 @@ def _streamed_prefill_for(
     layers: list[LayerSpec], block_size: int, dtype: torch.dtype, device: torch.device, capability: tuple[int, int]
 ) -> StreamedPrefill | None:
     """Return the kernel in CUDA C++ for prompt chunks; None where device, shapes or a missing compiler forbid it."""
-    if device.type != "cuda" or capability != STREAMED_CAPABILITY:
+    if device.type != "cuda" or capability != CAPABILITY:
         return None
     if not any(_has_streamed_prefill(spec, block_size, dtype) for spec in layers):
         return None

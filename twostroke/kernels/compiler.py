@@ -8,18 +8,35 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.cu")))
+"""All that there are, of kernels for `CAPABILITY`."""
+CAPABILITY = (9, 0)
+TARGET = "90a"
+
 _loaded: dict[str, ctypes.CDLL] = {}
+_compiling: dict[str, threading.Lock] = {}
 
 
 class CompilerMissing(RuntimeError):
     """There is no CUDA compiler, or it refused the source; the message has its last lines."""
 
 
-def load_library(source: Path, target: str) -> ctypes.CDLL:
+def compile_ahead(sources: tuple[Path, ...] = SOURCES, target: str = TARGET) -> None:
+    """Begin to compile sources that will be loaded, all at once, in threads of their own.
+
+    What goes wrong is said by who loads them.
+    """
+    for source in sources:
+        threading.Thread(target=_compile_quietly, args=(source, target), name=f"compile {source.name}").start()
+
+
+def load_library(source: Path, target: str = TARGET) -> ctypes.CDLL:
     """Return the library made from a CUDA C++ source, compiled once per source, target and compiler.
 
     Args:
@@ -44,8 +61,19 @@ def _compiled(source: Path, target: str) -> Path:
     fingerprint = hashlib.sha256(code + f"{target} {torch.version.cuda}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "kernels"
     library = folder / f"{source.stem}-{fingerprint}.so"
-    if library.exists():
-        return library
+    with _compiling.setdefault(library.name, threading.Lock()):
+        if not library.exists():
+            _compile(compiler, source, target, library)
+    return library
+
+
+def _compile_quietly(source: Path, target: str) -> None:
+    with suppress(OSError, CompilerMissing):
+        _compiled(source, target)
+
+
+def _compile(compiler: str, source: Path, target: str, library: Path) -> None:
+    folder = library.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / library.name
@@ -70,4 +98,3 @@ def _compiled(source: Path, target: str) -> Path:
         except subprocess.CalledProcessError as error:
             raise CompilerMissing(f"nvcc refused {source.name}: {error.stderr[-2000:]}") from error
         os.replace(made, library)  # two processes may compile at once: the last one wins, with the same bytes
-    return library

@@ -17,7 +17,6 @@ from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 UNIT = 16
 MAX_GROUP = 8
 HEAD_DIMS = (64, 128)
-CAPABILITY = (9, 0)
 TILES = tuple(
     DecodeTiles(UNIT, warps=warps, stages=stages, programs=warps, min_share=4, ahead=0, rounds=2)
     for warps, stages in ((4, 6), (8, 2))
@@ -26,7 +25,6 @@ TILES = tuple(
 bench/NOTES.md."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_TARGET = "90a"
 _LINE = 64
 """Numbers of a line in shared memory."""
 
@@ -70,7 +68,7 @@ class StreamedDecode:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._library = load_library(_SOURCE, _TARGET)
+        self._library = load_library(_SOURCE)
         check_size(_Attention, self._library.attention_bytes())
         self._device = device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count

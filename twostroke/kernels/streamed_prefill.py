@@ -15,14 +15,12 @@ from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
 
 MAX_GROUP = 16
 HEAD_DIMS = (64, 128)
-CAPABILITY = (9, 0)
 ROWS = 128
 """Of a tile: pairs of a token and a query head."""
 POSITIONS = 128
 """Of a tile of keys and values."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_TARGET = "90a"
 _SMALLEST_BOX = 16
 """Positions that are read at once, at least."""
 
@@ -56,7 +54,7 @@ class StreamedPrefill:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._library = load_library(_SOURCE, _TARGET)
+        self._library = load_library(_SOURCE)
         check_size(_Prompts, self._library.prompts_bytes())
         self._device = device
         self._processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -27,7 +27,6 @@ MOST_PRODUCTS = 4
 """In a chain."""
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_TARGET = "90a"
 
 
 class Epilogue(IntEnum):
@@ -152,7 +151,7 @@ class ThinLinears:
     _claim: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, device: torch.device, eps: float) -> None:
-        self._library = load_library(_SOURCE, _TARGET)
+        self._library = load_library(_SOURCE)
         check_size(_Chain, self._library.chain_bytes())
         self._device = device
         self._eps = eps

@@ -9,7 +9,7 @@ import torch
 
 from ..attention.interface import Attention
 from ..kernels.announced import Written
-from ..kernels.compiler import CompilerMissing
+from ..kernels.compiler import CAPABILITY, CompilerMissing
 from ..kernels.ops import Rotary
 from ..kernels.step import StepInputs
 from ..kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears, ThinWeight
@@ -17,8 +17,6 @@ from ..kernels.thin_linear import MAX_TOKENS, Scaled, ThinLinears, ThinWeight
 if TYPE_CHECKING:
     from .decoder import Decoder
     from .linear import Linear
-
-CAPABILITY = (9, 0)
 
 _log = logging.getLogger(__name__)
 
