@@ -57,15 +57,22 @@ CHUNKS_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
-def chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS: tl.constexpr):
-    """Return the last chunk whose tiles begin at or before `tile`; chunk C is the padding behind the chunks."""
+def find_tile(tile, chunk_offsets_ptr, num_tokens, num_chunks, TOKENS: tl.constexpr):
+    """Return the chunk of a tile, where that begins and ends in the step, and the tile's first token in it.
+
+    It is the last chunk whose tiles begin at or before `tile`; chunk C is the padding behind the chunks.
+    """
+    first = tl.load(chunk_offsets_ptr)
     chunk = num_chunks * 0 - 1
     for base in range(0, num_chunks + 1, CHUNKS_AT_ONCE):
         index = base + tl.arange(0, CHUNKS_AT_ONCE)
         inside = index <= num_chunks
         offset = tl.load(chunk_offsets_ptr + index, mask=inside, other=0)
         chunk += tl.sum((inside & ((offset - first) // TOKENS + index <= tile)).to(tl.int32), 0)
-    return chunk
+    begin = tl.load(chunk_offsets_ptr + chunk)
+    end = tl.load(chunk_offsets_ptr + tl.minimum(chunk + 1, num_chunks))
+    token = (tile - (begin - first) // TOKENS - chunk) * TOKENS
+    return chunk, begin, tl.where(chunk < num_chunks, end, num_tokens), token
 
 
 @triton.jit
@@ -163,13 +170,8 @@ def prefill_kernel(
     kv_head = tl.program_id(0) % KV_HEADS
     # The last tiles of a chunk see the most positions: they start first, those of all heads.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS
-    first = tl.load(chunk_offsets_ptr)
-    chunk = chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
+    chunk, chunk_begin, chunk_end, tile_token = find_tile(tile, chunk_offsets_ptr, num_tokens, num_chunks, TOKENS)
     real = chunk < num_chunks
-    chunk_begin = tl.load(chunk_offsets_ptr + chunk)
-    chunk_end = tl.load(chunk_offsets_ptr + tl.minimum(chunk + 1, num_chunks))
-    chunk_end = tl.where(real, chunk_end, num_tokens)
-    tile_token = (tile - (chunk_begin - first) // TOKENS - chunk) * TOKENS
     if chunk_begin + tile_token >= chunk_end:
         return
     start = tl.load(chunk_starts_ptr + chunk, mask=real, other=0)

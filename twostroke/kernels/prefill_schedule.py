@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .paged_prefill import CHUNKS_AT_ONCE, chunk_of_tile
+from .paged_prefill import CHUNKS_AT_ONCE, find_tile
 
 
 class PrefillSchedule(NamedTuple):
@@ -48,13 +48,8 @@ def prefill_schedule_kernel(
 ):
     """One program per tile that there may be, numbered as in `paged_prefill`."""
     tile = tl.program_id(0)
-    first = tl.load(chunk_offsets_ptr)
-    chunk = chunk_of_tile(tile, first, chunk_offsets_ptr, num_chunks, TOKENS)
+    chunk, chunk_begin, chunk_end, tile_token = find_tile(tile, chunk_offsets_ptr, num_tokens, num_chunks, TOKENS)
     real = chunk < num_chunks
-    chunk_begin = tl.load(chunk_offsets_ptr + chunk)
-    chunk_end = tl.load(chunk_offsets_ptr + tl.minimum(chunk + 1, num_chunks))
-    chunk_end = tl.where(real, chunk_end, num_tokens)
-    tile_token = (tile - (chunk_begin - first) // TOKENS - chunk) * TOKENS
     start = tl.load(chunk_starts_ptr + chunk, mask=real, other=0)
     row = tl.load(chunk_rows_ptr + chunk, mask=real, other=0)
     # Where a tile would end if it had all its tokens: what tiles are sorted by.
