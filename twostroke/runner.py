@@ -68,7 +68,7 @@ class Runner:
         ledgers: opened before the stages, and kept after sampling.
         stages: what edits the logits before they are sampled, in this order, where a step's features ask for it.
         sample: (logits [S, V], rows [S], tokens out [S], errors out [S], typical, chances out [S] or None) on the
-            current stream.
+            current stream, by one kernel at least: what is behind it reads `rows` before that one ends.
         shapes: what steps are padded to.
 
     Attributes:

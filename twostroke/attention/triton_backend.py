@@ -115,6 +115,11 @@ class TritonAttention(TritonCache):
             self._attend_chunks(layer, q, k, v, rotary, step, out)
         return out
 
+    def free(self) -> None:
+        """Let go of the cache, and of the last step, whose memory may be that of graphs."""
+        super().free()
+        self._step, self._prefill_schedules = None, {}
+
     def _start(self, step: StepInputs) -> None:
         """Write the schedules of a step, while what is ahead still makes queries, keys and values."""
         lanes = step.num_lanes

@@ -1,8 +1,8 @@
 """Programmatic dependent launch: kernels that start while the one ahead of them ends, so that launches take no time.
 
 All such kernels, those in CUDA C++ too, keep to one rule: a kernel writes, and lets the next one start, only behind its
-own wait, and never ends without having waited. So when a kernel starts, all but the one right ahead are done. Before
-its wait it reads at most what is older than that one.
+own wait, and never ends before a block of it has waited. So when a kernel starts, all but the one right ahead are done.
+Before its wait it reads at most what is older than that one.
 
 Behind a kernel that never lets the next one start (PyTorch's, a library's) it starts at that one's end, and a kernel
 that is launched without the option starts when the one ahead has ended, as ever.

@@ -93,7 +93,9 @@ class StreamedPrefill:
         given.schedule, given.table = schedule.words.data_ptr(), table.data_ptr()
         given.tickets, given.out = self._tickets.data_ptr(), out.data_ptr()
         places = (place_in(given, _Prompts.queries.offset), ctypes.c_void_p(q.data_ptr()))
-        sizes = (ctypes.c_uint64(size) for size in (tokens, heads, head_dim, q.stride(0), q.stride(1)))
+        # NOTE: the stride of what there is one of may be anything.
+        strides = q.stride(0) if tokens > 1 else heads * head_dim, q.stride(1) if heads > 1 else head_dim
+        sizes = (ctypes.c_uint64(size) for size in (tokens, heads, head_dim, *strides))
         box = (ctypes.c_uint32(size) for size in (given.tile_tokens, given.group))
         check(self._library.describe_queries(*places, *sizes, *box), "streamed_prefill: describe queries")
         for field, cache in ((_Prompts.keys, keys), (_Prompts.values, values)):
