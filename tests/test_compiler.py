@@ -13,6 +13,7 @@ from twostroke.kernels.compiler import SOURCES, CompilerMissing, compile_ahead, 
 def source(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_refused", {})
     source = tmp_path / "answer.cu"
     source.write_text('extern "C" int answer() { return 42; }\n')
     return source
@@ -81,7 +82,10 @@ def test_sources_are_compiled_beside_each_other_and_who_loads_one_waits(source, 
 
 
 def test_what_cannot_be_compiled_ahead_is_said_by_who_loads_it(source, tmp_path, monkeypatch):
-    stand_in(tmp_path, monkeypatch, "echo 'line 1: no such thing' >&2; exit 1")
+    """And not tried again. The compiler's words may be no text."""
+    calls = stand_in(tmp_path, monkeypatch, r"printf 'line 1: \377 no such thing' >&2; exit 1")
     compile_ahead((source,), "90a")
-    with pytest.raises(CompilerMissing, match="no such thing"):
-        load_library(source, "90a")
+    for _ in range(2):
+        with pytest.raises(CompilerMissing, match="no such thing"):
+            load_library(source, "90a")
+    assert calls() == 1

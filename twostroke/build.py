@@ -145,7 +145,6 @@ class _Builder:
     def build(self) -> Parts:
         config, device = self.config, self.device
         began = time.perf_counter()
-        self._compile_ahead()
         loaded = load_model(
             config.model,
             impl=config.impl,
@@ -232,14 +231,6 @@ class _Builder:
                 ready_seconds=time.perf_counter() - loaded_at,
             ),
         )
-
-    def _compile_ahead(self) -> None:
-        """Have kernels compiled while the weights are loaded."""
-        if self.attention == "triton" and not self.config.deterministic:
-            from .kernels import compiler
-
-            if torch.cuda.get_device_capability(self.device.torch_device) == compiler.CAPABILITY:
-                compiler.compile_ahead()
 
     def _longest(self, model: Model) -> int:
         wanted = self.config.max_model_len

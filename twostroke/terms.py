@@ -60,17 +60,20 @@ class Terms:
         return terms
 
     def shared_with(self, params: SamplingParams) -> Terms:
-        """The terms of `params`, which differ from the parameters of these in `OWN_PARAMETERS` alone.
+        """The terms of `params`, which differ from the parameters of these in `OWN_PARAMETERS` alone; all is derived.
 
         Raises:
             InvalidRequest: one of these is out of range.
         """
         params.validate_own()
-        for name in _DERIVED:
-            getattr(self, name)  # now, so that the others have it, too
         terms = object.__new__(Terms)
         vars(terms).update(vars(self), params=params)
         return terms
+
+    def derive_all(self) -> None:
+        """Derive now what is derived once, so that those who share it have it, too."""
+        for name in _DERIVED:
+            getattr(self, name)
 
     @cached_property
     def samples(self) -> int:
@@ -188,6 +191,7 @@ class KnownTerms:
         else:
             terms = self._create(params)
             if key is not None:
+                terms.derive_all()
                 self._alike[key] = terms
         if terms.params is params and (key is not None or all(map(_is_constant, vars(params).values()))):
             self._known[id(params)] = terms

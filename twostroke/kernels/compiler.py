@@ -21,6 +21,7 @@ TARGET = "90a"
 
 _loaded: dict[str, ctypes.CDLL] = {}
 _compiling: dict[str, threading.Lock] = {}
+_refused: dict[str, str] = {}
 
 
 class CompilerMissing(RuntimeError):
@@ -62,13 +63,15 @@ def _compiled(source: Path, target: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "kernels"
     library = folder / f"{source.stem}-{fingerprint}.so"
     with _compiling.setdefault(library.name, threading.Lock()):
+        if (refusal := _refused.get(library.name)) is not None:
+            raise CompilerMissing(refusal)
         if not library.exists():
             _compile(compiler, source, target, library)
     return library
 
 
 def _compile_quietly(source: Path, target: str) -> None:
-    with suppress(OSError, CompilerMissing):
+    with suppress(Exception):
         _compiled(source, target)
 
 
@@ -92,9 +95,12 @@ def _compile(compiler: str, source: Path, target: str, library: Path) -> None:
             source,
         ]
         try:
-            subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [str(part) for part in command], check=True, capture_output=True, text=True, errors="replace"
+            )
         except FileNotFoundError as error:
             raise CompilerMissing("no CUDA compiler (nvcc) was found") from error
         except subprocess.CalledProcessError as error:
-            raise CompilerMissing(f"nvcc refused {source.name}: {error.stderr[-2000:]}") from error
+            _refused[library.name] = f"nvcc refused {source.name}: {error.stderr[-2000:]}"
+            raise CompilerMissing(_refused[library.name]) from error
         os.replace(made, library)  # two processes may compile at once: the last one wins, with the same bytes

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidConfig, TwostrokeError, UnsupportedModel, shown
+from ..kernels import compiler
 from .config import DecoderConfig, dtype_name
 from .decoder import Decoder
 from .interface import Model
@@ -137,12 +138,20 @@ def _load(
         )
     if compile == "auto":
         compile = device.type == "cuda"
+    if not deterministic:
+        _compile_ahead(device)
     if decoder_config is not None:
         model: Model = _load_native(decoder_config, directory, device, weights_dtype, seed, deterministic)
     else:
         model = _load_transformers(config, directory, device, weights_dtype, seed, bool(compile))
     chosen = "native" if decoder_config is not None else "transformers"
     return LoadedModel(model, directory, _eos_ids(config, directory), chosen, os.fspath(name))
+
+
+def _compile_ahead(device: torch.device) -> None:
+    """Have kernels compiled while the weights are loaded."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == compiler.CAPABILITY:
+        compiler.compile_ahead()
 
 
 def _native_config(config: Mapping[str, Any], impl: str) -> DecoderConfig | None:
