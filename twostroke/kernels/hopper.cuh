@@ -151,13 +151,6 @@ __device__ __forceinline__ void expect_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int k, uint64_t* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            address(to)),
-        "l"(map), "r"(address(barrier)), "r"(k), "r"(0) : "memory");
-}
-
 // A box of a matrix.
 __device__ __forceinline__ void load(void* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
     asm volatile(
@@ -165,6 +158,7 @@ __device__ __forceinline__ void load(void* to, const CUtensorMap* map, int colum
             address(to)),
         "l"(map), "r"(address(barrier)), "r"(column), "r"(row) : "memory");
 }
+__device__ __forceinline__ void load_input(void* to, const CUtensorMap* map, int k, uint64_t* barrier) { load(to, map, k, 0, barrier); }
 
 // A box of a tensor of three dimensions, which lies as a matrix would: a row of 64 numbers for each of its pairs.
 __device__ __forceinline__ void load_pairs(void* to, const CUtensorMap* map, int column, int inner, int outer, uint64_t* barrier) {
@@ -276,27 +270,30 @@ Encode encoder() {
     return found;
 }
 
-// Describe a bf16 matrix [rows, columns], row-major, read in boxes of box_rows x 64, swizzled by 128 bytes. Returns a CUresult.
-int describe_lines(void* map, const void* data, uint64_t rows, uint64_t columns, uint32_t box_rows, CUtensorMapL2promotion promotion) {
-    cuuint64_t sizes[2] = {columns, rows}, strides[1] = {columns * 2};
-    cuuint32_t box[2] = {64, box_rows}, steps[2] = {1, 1};
+// Describe a tensor of bf16, innermost dimension first, strides in numbers, swizzled by 128 bytes. Returns a CUresult.
+template <int DIMENSIONS>
+int describe_tensor(void* map, const void* data, const cuuint64_t (&sizes)[DIMENSIONS], const cuuint64_t (&strides)[DIMENSIONS - 1],
+                    const cuuint32_t (&box)[DIMENSIONS], CUtensorMapL2promotion promotion) {
+    cuuint64_t bytes[DIMENSIONS - 1];
+    cuuint32_t steps[DIMENSIONS];
+    for (int i = 0; i < DIMENSIONS - 1; ++i) bytes[i] = strides[i] * 2;
+    for (cuuint32_t& step : steps) step = 1;
     Encode encode = encoder();
     if (encode == nullptr) return -1;
-    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, DIMENSIONS, const_cast<void*>(data), sizes, bytes, box,
+                  steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// Describe bf16 numbers [outer, inner, columns], the last ones neighbours, strides in numbers, read in boxes of box_outer x box_inner
-// x 64, swizzled by 128 bytes. Returns a CUresult.
+// A matrix [rows, columns], row-major, read in boxes of box_rows x 64.
+int describe_lines(void* map, const void* data, uint64_t rows, uint64_t columns, uint32_t box_rows, CUtensorMapL2promotion promotion) {
+    return describe_tensor<2>(map, data, {columns, rows}, {columns}, {64, box_rows}, promotion);
+}
+
+// Numbers [outer, inner, columns], the last ones neighbours, read in boxes of box_outer x box_inner x 64.
 int describe_pairs(void* map, const void* data, const uint64_t (&sizes)[3], const uint64_t (&strides)[2], uint32_t box_outer,
                    uint32_t box_inner) {
-    cuuint64_t from_inside[3] = {sizes[2], sizes[1], sizes[0]}, bytes[2] = {strides[1] * 2, strides[0] * 2};
-    cuuint32_t box[3] = {64, box_inner, box_outer}, steps[3] = {1, 1, 1};
-    Encode encode = encoder();
-    if (encode == nullptr) return -1;
-    return encode(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), from_inside, bytes, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return describe_tensor<3>(map, data, {sizes[2], sizes[1], sizes[0]}, {strides[1], strides[0]}, {64, box_inner, box_outer},
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace
