@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-import struct
 from collections.abc import Sequence
-from operator import countOf
-from typing import Any
 
 import numpy as np
 
 from .errors import InvalidRequest, shown
+from .plain_ids import plain_ids
 
 
 def is_listed(value: object) -> bool:
@@ -62,20 +60,6 @@ def require_int(name: str, value: object, *, low: int | None = None, high: int |
     if high is not None and number > high:
         raise InvalidRequest(f"{name}={shown(value)} must be at most {high}")
     return number
-
-
-def plain_ids(ids: Sequence[Any] | np.ndarray) -> np.ndarray | None:
-    """Integers as an array, int32, read-only; None if they are not all plain Python ones of that range.
-
-    NOTE: `generate` has all ids of a call go through here while the device waits. Counting types is the fastest way to
-    see that there is no True or 2.0, which numpy would take for numbers, and `struct` twice as fast as numpy.
-    """
-    if countOf(map(type, ids), int) != len(ids):
-        return None
-    try:
-        return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), np.int32)
-    except struct.error:  # some are in no vocabulary
-        return None
 
 
 def require_token_ids(name: str, ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from .constraints.constraints import Constraints
 from .errors import InvalidRequest, QueueFull, TwostrokeError, counted, shown
 from .limits import Limits
 from .progress import Progress
-from .prompts import Prompt, as_prompts, check_prompts, encode_prompt
+from .prompts import Prompt, as_prompts, check_prompts, encode_prompts
 from .request import Request, Sample
 from .sampling_params import SEED_BITS, SamplingParams
 from .terms import KnownTerms, Terms
@@ -169,7 +169,7 @@ class Front:
         """Check requests, and what they have in common only once; `request_id` is for a single one."""
         terms = {id(own): own for own in params}
         each = {key: self._known_terms.of(own) for key, own in terms.items()}
-        ids = check_prompts([encode_prompt(prompt, self.tokenizer) for prompt in prompts], self.limits.vocab_size)
+        ids = check_prompts(encode_prompts(prompts, self.tokenizer), self.limits.vocab_size)
         if (owner := self._owner()) is None:
             owner = _Owner(self)
             self._owner = weakref.ref(owner)

@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .checks import plain_ids, require_token_ids, require_utf8
+from .checks import require_token_ids, require_utf8
 from .errors import InvalidRequest, shown
+from .plain_ids import plain_ids, plain_lists
 from .text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
@@ -29,6 +30,12 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     # NOTE: the plain type first: asking an abstract kind of each of so many token ids would take longer than all else.
     several = set(map(type, listed)) != {int} and any(isinstance(item, (str, Sequence, np.ndarray)) for item in listed)
     return listed if several or not listed else [listed]
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> Sequence[Sequence[int] | np.ndarray]:
+    """Return the token ids of each prompt, see `encode_prompt`."""
+    plain = plain_lists(prompts)
+    return [encode_prompt(prompt, tokenizer) for prompt in prompts] if plain is None else plain
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:
