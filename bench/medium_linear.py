@@ -23,7 +23,7 @@ from twostroke.device.buckets import Buckets
 from twostroke.kernels.announced import Written
 from twostroke.kernels.medium_linear import LANES as TAKEN
 from twostroke.kernels.medium_linear import MediumLinears, MediumTiles, medium_tiles
-from twostroke.kernels.ops import add_rms_norm
+from twostroke.kernels.ops import rms_norm
 from twostroke.kernels.thin_linear import Scaled, ThinLinears
 
 H, Q, INNER, QKV, V, EPS = 1024, 2048, 3072, 4096, 151936, 1e-6
@@ -168,9 +168,7 @@ def compare_heads(layers):
     heads = [bf16(V, H, scale=0.02) for _ in range(2)]
     for tokens in SWEPT:
         layers.inputs(tokens)
-        blas = microseconds(
-            "cuBLAS", lambda: [F.linear(add_rms_norm(layers.h, layers.h, layers.norm, EPS)[0], w) for w in heads], 2
-        )
+        blas = microseconds("cuBLAS", lambda: [F.linear(rms_norm(layers.h, layers.norm, EPS), w) for w in heads], 2)
         times = []
         for choice in HEAD_CHOICES:
             linears = MediumLinears(torch.device("cuda"), EPS, lambda *_, choice=choice: MediumTiles(*choice))

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from twostroke.kernels.announced import Written
-from twostroke.kernels.ops import add_rms_norm, silu_mul
+from twostroke.kernels.ops import rms_norm, silu_mul
 
 
 def bf16(*shape, scale=1.0):
@@ -57,10 +57,10 @@ class PlainLayers:
 
     def cublas(self, count=None):
         """Residual and q/k/v of the last of `count` layers, by the library and the small kernels between."""
-        r, out = self.h, None
+        r, out = self.h.clone(), None
         for o, gate_up, down, qkv in zip(*(weights[:count] for weights in self.weights.values()), strict=True):
-            n, r = add_rms_norm(F.linear(self.seen, o), r, self.norm, self.eps)
-            n, r = add_rms_norm(F.linear(silu_mul(F.linear(n, gate_up)), down), r, self.norm, self.eps)
+            n = rms_norm(r.addmm_(self.seen, o.t()), self.norm, self.eps)
+            n = rms_norm(r.addmm_(silu_mul(F.linear(n, gate_up)), down.t()), self.norm, self.eps)
             out = F.linear(n, qkv)
         return r, out
 

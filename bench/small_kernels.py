@@ -1,4 +1,4 @@
-"""Times the norm of a sum and the gated activation in CUDA graphs, and their share of the copy that their bytes take.
+"""Times the norm and the gated activation in CUDA graphs, and their share of the copy that their bytes take.
 
 Each of 24 launches has tensors of its own: with few rows all of them lie in the L2 cache, as in a model, with many they
 come from memory. Warps of the norm are the kernel's own choice and half and twice of it.
@@ -34,7 +34,7 @@ def measure(kernel, rows, width, moved, work, **more):
 
 
 def measure_norm(rows, width):
-    x, residual = ([bf16(rows, width) for _ in range(LAUNCHES)] for _ in range(2))
+    x = [bf16(rows, width) for _ in range(LAUNCHES)]
     weight, own = bf16(width), norm.norm_warps(width)
     entries = []
     for warps in sorted({max(1, own // 2), own, min(16, 2 * own)}):
@@ -42,8 +42,7 @@ def measure_norm(rows, width):
         moved = rows * width * 2
         entries.append(
             measure(
-                "add_rms_norm", rows, width, 4 * moved,
-                lambda i: norm.add_rms_norm(x[i], residual[i], weight, 1e-5), warps=warps,
+                "rms_norm", rows, width, 2 * moved, lambda i: norm.rms_norm(x[i], weight, 1e-5), warps=warps,
             )
         )  # fmt: skip
     return entries

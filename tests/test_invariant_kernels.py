@@ -26,9 +26,14 @@ def test_linear(tokens, outputs, inputs, bias):
     torch.manual_seed(0)
     x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
     added = torch.randn(outputs) if bias else None
-    found = invariant_linear(*(None if t is None else t.to(DEVICE) for t in (x, weight, added)), SMALL)
+    given = [None if t is None else t.to(DEVICE) for t in (x, weight, added)]
+    found = invariant_linear(*given, SMALL)
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if added is None else added.double())
     torch.testing.assert_close(found.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
+    residual = torch.randn(tokens, outputs)
+    sum_ = residual.to(DEVICE, copy=True)
+    assert invariant_linear(*given, SMALL, sum_) is sum_
+    torch.testing.assert_close(sum_.cpu(), residual + expected.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

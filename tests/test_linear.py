@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from twostroke.model import linear
-from twostroke.model.linear import Linear
+from twostroke.model.linear import InvariantLinear, Linear
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 48, 80
 
 
-def make_layer(bias, dtype=torch.float32):
+def make_layer(bias, dtype=torch.float32, kind=Linear):
     torch.manual_seed(0)
-    layer = Linear(INPUTS, OUTPUTS, bias, dtype, CPU)
+    layer = kind(INPUTS, OUTPUTS, bias, dtype, CPU)
     for tensor in layer.tensors():
         tensor.normal_()
     return layer
@@ -35,6 +35,19 @@ def test_packed_equals_plain(rows, bias):
     layer.pack()
     assert layer.weight is None  # a second copy would double the model's memory
     torch.testing.assert_close(layer(x), plain, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [Linear, InvariantLinear])
+def test_a_layer_adds_to_the_residual_in_place(kind, bias, packed):
+    layer = make_layer(bias, kind=kind)
+    x, residual = torch.randn(19, INPUTS), torch.randn(19, OUTPUTS)
+    expected = residual + layer(x)
+    if packed:
+        layer.pack()
+    assert layer.add_to(residual, x) is residual
+    torch.testing.assert_close(residual, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_a_row_does_not_depend_on_the_number_of_rows():

@@ -52,6 +52,7 @@ def invariant_linear_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     TOKENS: tl.constexpr,
     OUT_TILE: tl.constexpr,
     IN_TILE: tl.constexpr,
@@ -72,11 +73,17 @@ def invariant_linear_kernel(
         total += tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + token[:, None] * OUTPUTS + output[None, :]
     inside = (token < num_tokens)[:, None] & (output < OUTPUTS)[None, :]
+    if ADD:
+        total += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def invariant_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: LinearTiles
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: LinearTiles,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, summed in float32 and rounded once: [T, outputs], contiguous.
 
@@ -85,13 +92,14 @@ def invariant_linear(
         weight: [outputs, inputs], contiguous.
         bias: [outputs] or None.
         tiles: see `LinearTiles`.
+        residual: [T, outputs], contiguous; the result is added to it, in place.
     """
     tokens, (outputs, inputs) = x.shape[0], weight.shape
-    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
     if tokens:
         invariant_linear_kernel[(cdiv(tokens, tiles.tokens), cdiv(outputs, tiles.outputs))](
             x, weight, weight if bias is None else bias, out, tokens,
-            INPUTS=inputs, OUTPUTS=outputs, BIAS=bias is not None,
+            INPUTS=inputs, OUTPUTS=outputs, BIAS=bias is not None, ADD=residual is not None,
             TOKENS=tiles.tokens, OUT_TILE=tiles.outputs, IN_TILE=tiles.inputs,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

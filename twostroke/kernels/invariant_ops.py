@@ -28,15 +28,11 @@ def embed(
     return ops.Embedded(*map(torch.cat, zip(*tokens, strict=True)))
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.add_rms_norm`."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops.rms_norm`."""
     if x.is_cuda:
-        return ops.add_rms_norm(x, residual, weight, eps)
-    tokens = (ops.add_rms_norm(*token, weight, eps) for token in zip(x.split(1), residual.split(1), strict=True))
-    normed, total = zip(*tokens, strict=True)
-    return torch.cat(normed), torch.cat(total)
+        return ops.rms_norm(x, weight, eps)
+    return torch.cat([ops.rms_norm(token, weight, eps) for token in x.split(1)])
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

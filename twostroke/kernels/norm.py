@@ -1,4 +1,4 @@
-"""RMS norm, fused with the residual addition before it, and the rest of one that a product began."""
+"""RMS norm, and the rest of one that a product began."""
 
 # Kernel parameters are pointers and scalars of Triton's own types, which mypy does not know.
 # mypy: disallow-untyped-defs=False
@@ -22,30 +22,15 @@ def normed_row(x, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    sum_ptr,
-    eps,
-    x_stride,
-    residual_stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def rms_norm_kernel(x_ptr, weight_ptr, normed_ptr, eps, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    # Asked for with the rest: behind the sum's barrier its latency would come on top.
+    # Asked for with the token's numbers: behind the sum's barrier its latency would come on top.
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
-    residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
-    # The norm sees what the next layer will read back: the sum rounded to its dtype.
-    total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(sum_ptr + token * WIDTH + column, total, mask=inside)
-    tl.store(normed_ptr + token * WIDTH + column, normed_row(total, weight, eps, WIDTH), mask=inside)
+    tl.store(normed_ptr + token * WIDTH + column, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -78,18 +63,15 @@ def norm_warps(width: int) -> int:
     return max(1, min(16, next_power_of_2(width) // 256))
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Triton twin of `ops.add_rms_norm`."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Triton twin of `ops.rms_norm`."""
     tokens, width = x.shape
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(normed)
-    add_rms_norm_kernel[(tokens,)](
-        x, residual, weight, normed, total, eps, x.stride(0), residual.stride(0),
+    rms_norm_kernel[(tokens,)](
+        x, weight, normed, eps, x.stride(0),
         WIDTH=width, BLOCK=next_power_of_2(width), num_warps=norm_warps(width),
     )  # fmt: skip
-    return normed, total
+    return normed
 
 
 def finish_norm(values: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:

@@ -68,22 +68,19 @@ def embed(
     return Embedded(_rms_norm(residual, weight, eps), residual, *rotary_tables(positions, inv_freq, factor))
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (norm of the sum, sum), both [T, H], contiguous, dtype of x.
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return x / sqrt(mean(x^2) + eps) times weight: [T, H], contiguous, dtype of x.
 
     Args:
-        x, residual: [T, H], added up; last dimension contiguous.
-        weight: [H], dtype of x; multiplies sum / sqrt(mean(sum^2) + eps).
+        x: [T, H], last dimension contiguous.
+        weight: [H], dtype of x.
         eps: added to the mean square.
     """
     if x.is_cuda:
         from . import norm
 
-        return norm.add_rms_norm(x, residual, weight, eps)
-    total = x + residual
-    return _rms_norm(total, weight, eps), total
+        return norm.rms_norm(x, weight, eps)
+    return _rms_norm(x, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

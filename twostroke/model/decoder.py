@@ -153,9 +153,10 @@ class Decoder:
                 # After the last attention tokens no longer meet, so only those that are sampled go on.
                 mixed = mixed.index_select(0, step.sample_index)
                 residual = residual.index_select(0, step.sample_index)
-            normed, residual = ops.add_rms_norm(block.output(mixed), residual, block.mlp_norm, eps)
-            fed = block.down(ops.silu_mul(block.gate_up(normed)))
-            normed, residual = ops.add_rms_norm(fed, residual, self.norm_after(index), eps)
+            residual = block.output.add_to(residual, mixed)
+            normed = ops.rms_norm(residual, block.mlp_norm, eps)
+            residual = block.down.add_to(residual, ops.silu_mul(block.gate_up(normed)))
+            normed = ops.rms_norm(residual, self.norm_after(index), eps)
         return self.head(normed)
 
     def embed(self, step: StepInputs) -> Embedded:

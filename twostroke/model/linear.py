@@ -54,6 +54,13 @@ class Linear:
         assert self.weight is not None
         return functional.linear(x, self.weight, self.bias)
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add what the layer makes of x [T, inputs] to `residual` [T, outputs], contiguous, in place; return that."""
+        if self.bias is not None or self._packed is not None:
+            return residual.add_(self(x))
+        assert self.weight is not None
+        return residual.addmm_(x, self.weight.t())  # no pass of its own, and rounded once
+
 
 class InvariantLinear(Linear):
     """A `Linear` whose result for a token does not depend on the tokens beside it, to the bit.
@@ -65,17 +72,21 @@ class InvariantLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs] -> [T, outputs], dtype of x."""
         if x.is_cuda:
-            return self._on_cuda(x)
+            return self._on_cuda(x, None)
         filled = functional.pad(x, (0, 0, 0, -len(x) % _BLOCK_ROWS))
         product = super().__call__
         return torch.cat([product(block) for block in filled.split(_BLOCK_ROWS)])[: len(x)]
 
-    def _on_cuda(self, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `Linear.add_to`."""
+        return self._on_cuda(x, residual) if x.is_cuda else residual.add_(self(x))
+
+    def _on_cuda(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         from ..kernels.invariant_linear import invariant_linear, linear_tiles
 
         assert self.weight is not None
         tiles = linear_tiles(torch.cuda.get_device_capability(x.device), len(self.weight), x.dtype)
-        return invariant_linear(x, self.weight, self.bias, tiles)
+        return invariant_linear(x, self.weight, self.bias, tiles, residual)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
