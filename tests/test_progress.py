@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import closing
 
 import pytest
@@ -37,7 +38,7 @@ def end(handle):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_requests_are_told_of_as_they_end(order):
-    """In whatever order they do, and while others run; of the last one that is not needed."""
+    """In whatever order they do, and while others run."""
     handles = [Handle([Sample(make_request(place))], NoOwner(), place) for place in range(3)]
     *early, last = (handles[place] for place in order)
     with Progress(handles, False) as progress:
@@ -46,14 +47,14 @@ def test_requests_are_told_of_as_they_end(order):
             end(handle)
             assert next(ended) is handle
         end(last)
-        assert list(ended) in ([], [last])
+        assert list(ended) == [last]
     assert all(handle.done for handle in handles)
 
 
-def test_requests_that_have_ended_are_told_of_only_while_others_run():
+def test_requests_that_have_ended_before_are_told_of():
     ended, running_on = (Handle([Sample(make_request(place))], NoOwner(), place) for place in range(2))
     end(ended)
-    assert list(Progress([ended], False).wait()) == []
+    assert list(Progress([ended], False).wait()) == [ended]
     assert next(Progress([ended, running_on], False).wait()) is ended
 
 
@@ -93,6 +94,30 @@ class Started:
 
     def cancel(self, sample):
         self.cancelled.append(sample)
+
+
+def test_a_request_that_has_ended_is_let_go_of_while_others_run():
+    """What `generate` holds of many requests is not to be freed while the device waits."""
+    commands, outputs = Started(), []
+
+    def generate():
+        outputs.extend(front.generate([[1], [2], [3]], SamplingParams(), progress=False))
+
+    with closing(Delivery(None, pytest.fail)) as delivery, closing(Constraints(None, LIMITS)) as constraints:
+        front = Front(None, LIMITS, 0, delivery, commands, constraints)
+        caller = threading.Thread(target=generate, daemon=True)
+        caller.start()
+        wait_until(lambda: len(commands.samples) == 3)
+        handles = [delivery._handles.pop(sample) for sample in commands.samples]
+        commands.samples.clear()
+        first = weakref.ref(handles[0])
+        end(handles.pop(0))
+        end(handles.pop(0))
+        wait_until(lambda: first() is None)
+        assert caller.is_alive()
+        end(handles.pop())
+        caller.join(PATIENCE)
+    assert [output.index for output in outputs] == [0, 1, 2]
 
 
 def test_the_error_is_that_of_the_first_prompt_once_all_have_ended(monkeypatch):

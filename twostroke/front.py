@@ -109,17 +109,24 @@ class Front:
         handles = self._make_handles(listed, _params_for(params, len(listed)))
         # NOTE: before the start: while this thread listens to all of them, the loop's would wait for the interpreter.
         listener = Progress(handles, progress)
+        outputs: dict[int, RequestOutput] = {}
+        running = dict(enumerate(handles))
         try:
             self._start(handles)
+            del handles
             with listener as bar:
                 for ended in bar.wait():
-                    # NOTE: made, and kept by the handle, while others run; what it raises is raised below.
+                    # NOTE: an output is made, and all else of the request let go of, while others run. What it raises
+                    # is raised below.
                     with contextlib.suppress(TwostrokeError):
-                        ended.result()
+                        outputs[ended.place] = ended.result()
+                        del running[ended.place]
                     time.sleep(0)  # lets the loop's thread have the interpreter, if it waits for that
-            return [handle.result() for handle in handles]
+            for failed in running.values():
+                failed.result()
+            return [outputs[place] for place in range(len(listed))]
         finally:
-            for handle in handles:
+            for handle in running.values():
                 handle.cancel()
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None) -> Handle:

@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .stderr import stderr_console
 from .text.handle import Handle
+from .text.waiters import ThreadWaiter
 
 _REFRESH_SECONDS = 0.1
 """Time between two looks at what has ended."""
 
 
 class Progress:
-    """Tells which requests have ended, and shows on stderr how many.
+    """Tells which requests have ended, and shows on stderr how many. It keeps no handle once it has told of it.
 
     Args:
         shown: False for silence on stderr; None: shown if that is a terminal.
     """
 
     def __init__(self, handles: Sequence[Handle], shown: bool | None) -> None:
-        self._handles = handles
-        self._count = 0
+        self._total = self._running = len(handles)
+        self._told = 0
+        self._counting = threading.Lock()
         self._news: deque[Handle] = deque()
+        self._all_ended = ThreadWaiter()
         for handle in handles:
-            handle.on_end(self._news.append)
+            handle.on_end(self._hear)
         self._shown = shown
         self._bar: Any = None
 
     def wait(self) -> Iterator[Handle]:
-        """Wait until all requests have ended, in whatever order they do; yield those that have while others run."""
-        # NOTE: the last one first: once it has ended, so have most, and who waits for each in turn is woken by each.
-        for handle in reversed(self._handles):
-            while not handle.done:
-                handle.wait(_REFRESH_SECONDS)
-                yield from self._take_news()
-        self._show(len(self._handles))
+        """Wait until all requests have ended, in whatever order they do; yield each that has, most while others run."""
+        while self._told < self._total:
+            # NOTE: not for each of them, since every wake-up takes the interpreter from the loop.
+            self._all_ended.wait(_REFRESH_SECONDS)
+            for _ in range(len(self._news)):
+                self._told += 1
+                yield self._news.popleft()
+            self._show()
 
-    def _take_news(self) -> list[Handle]:
-        """Those of which was heard since the last call. One whose waiter was just woken may not be among them yet."""
-        news = [self._news.popleft() for _ in range(len(self._news))]
-        self._count += len(news)
-        self._show(self._count)
-        return news
+    def _hear(self, handle: Handle) -> None:
+        """Called with each request that has ended, by whichever thread ends it."""
+        self._news.append(handle)
+        with self._counting:
+            self._running -= 1
+            last = not self._running
+        if last:
+            self._all_ended.wake()
 
-    def _show(self, count: int) -> None:
+    def _show(self) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=count)
+            self._bar.update(self._task, completed=self._told)
 
     def __enter__(self) -> Progress:
         if (console := stderr_console(self._shown)) is not None:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
             self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
-            self._task = self._bar.add_task("requests", total=len(self._handles))
+            self._task = self._bar.add_task("requests", total=self._total)
             self._bar.start()
         return self
 

@@ -67,13 +67,13 @@ class Handle:
     """
 
     __slots__ = (
-        *("samples", "_place", "_owner", "_lock", "_waiters", "_pieces", "_endings"),
+        *("samples", "place", "_owner", "_lock", "_waiters", "_pieces", "_endings"),
         *("_prompt_logprobs", "_streaming", "_output", "_error", "_on_end", "_on_sample", "__weakref__"),
     )
 
     def __init__(self, samples: Sequence[Sample], owner: Owner, place: int = 0) -> None:
         self.samples = tuple(samples)
-        self._place = place
+        self.place = place
         self._owner: Owner | None = owner
         self._lock = threading.RLock()
         self._waiters: tuple[ThreadWaiter | TaskWaiter, ...] = ()
@@ -261,7 +261,7 @@ class Handle:
         request = self.sample.request
         return RequestOutput(
             request_id=request.id,
-            index=self._place,
+            index=self.place,
             prompt_token_ids=request.prompt.tolist(),
             outputs=outputs if request.params.best_of is None else best(outputs, request.params.n),
             cached_tokens=self.sample.cached_tokens,
