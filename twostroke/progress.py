@@ -11,8 +11,8 @@ from .stderr import stderr_console
 from .text.handle import Handle
 from .text.waiters import ThreadWaiter
 
-_REFRESH_SECONDS = 0.1
-"""Time between two looks at what has ended."""
+_REFRESH_SECONDS = 0.02
+"""Time between two looks at what has ended. The device waits while outputs are made of what ends in the last one."""
 
 
 class Progress:

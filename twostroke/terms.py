@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -204,9 +204,18 @@ def _common(params: SamplingParams) -> tuple[object, ...] | None:
         return None
     values = _COMMON(params)
     types = tuple(map(type, values))
-    if not _COMMON_TYPES.issuperset(types) or types.count(tuple) != values.count(()):
+    tuples = _tuples_among(types)
+    if tuples is None or any(map(values.__getitem__, tuples)):
         return None
     return values, types
+
+
+@lru_cache(64)
+def _tuples_among(types: tuple[type, ...]) -> tuple[int, ...] | None:
+    """Where in values of these types tuples are; None if there are others than tuples and plain values."""
+    if not _COMMON_TYPES.issuperset(types):
+        return None
+    return tuple(place for place, kind in enumerate(types) if kind is tuple)
 
 
 def _is_constant(value: object) -> bool:
