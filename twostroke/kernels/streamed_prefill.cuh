@@ -27,6 +27,8 @@ constexpr int STAGES = 2;
 constexpr int HALF = POSITIONS / 2;
 constexpr int LINE = 128;  // bytes, of 64 numbers
 constexpr int READER_REGISTERS = 40, OTHER_REGISTERS = 232;
+constexpr int BLOCK_REGISTERS = 65536 / THREADS / 8 * 8 * (1 + GROUPS);  // of a thread of each group, as a block starts
+static_assert(READER_REGISTERS + GROUPS * OTHER_REGISTERS <= BLOCK_REGISTERS, "a group would wait for registers for ever");
 constexpr int TURNS = 1, CLEARED = TURNS + GROUPS;  // where threads meet
 
 struct alignas(128) Prompts {
