@@ -3,13 +3,16 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
+# Processes that share the tests. One where there is a GPU: engines there take what memory is free.
+WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
+
 .PHONY: demo test test-all lint tables clean
 
 demo: $(STAMP)
 	$(BIN)/python -m twostroke demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=search

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -7,6 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # NOTE: torch reads this when it is imported, in the processes that tests start too. Threads of several workers on
+    # the same cores would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 from hypothesis import settings
 
@@ -44,9 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
+def smollm2_dir(tmp_path_factory) -> Path:
     """The default model's directory; downloaded and converted once, then cached."""
-    return default_model_dir()
+    shared = tmp_path_factory.getbasetemp().parent  # of all workers of a run
+    with open(shared / "smollm2.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return default_model_dir()
 
 
 @pytest.fixture(scope="session")
