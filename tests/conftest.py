@@ -24,6 +24,11 @@ if not torch.cuda.is_available():
 
 from families import save_family
 
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from quick_interpreter import quicken
+
+    quicken()
+
 from twostroke.model.default_model import default_model_dir
 
 # A shell has its background jobs ignore Ctrl-C, and so would they have the processes that tests start.
