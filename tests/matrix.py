@@ -151,19 +151,32 @@ def check(reference: Reference, prompt: Sequence[int], output: RequestOutput, pa
 def check_sample(reference: Reference, prompt: Sequence[int], sample: SampleOutput, params: SamplingParams) -> None:
     """Its tokens, where they end, and the log-probabilities that came with them."""
     tokens = sample.token_ids
-    edit = processors(params, len(prompt))
-    logits = reference.logits(prompt, tokens)
     stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
     ties = 0
-    for index, token in enumerate(tokens):
-        ids = torch.tensor([[*prompt, *tokens[:index]]])
-        scores = edit(ids, logits[index : index + 1].clone())[0].numpy()
-        allowed = choices(scores, params, index, stops if index < params.min_tokens else ())
+    for index, (token, allowed) in enumerate(zip(tokens, right_tokens(reference, prompt, tokens, params), strict=True)):
         assert token in allowed, f"token {index} of {params} is {token}, not {allowed}"
         ties += len(allowed) > 1
     assert ties <= 1 + len(tokens) // 8
     stopped = [index for index, token in enumerate(tokens, 1) if token in stops]
     assert (sample.finish_reason, len(tokens)) == (("stop", stopped[0]) if stopped else ("length", NEW)), params
     if params.logprobs is not None:
-        expected = logits.double().log_softmax(-1)[range(len(tokens)), tokens].tolist()
+        expected = reference.logits(prompt, tokens).double().log_softmax(-1)[range(len(tokens)), tokens].tolist()
         assert [entry.logprob for entry in sample.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def right_tokens(
+    reference: Reference, prompt: Sequence[int], tokens: Sequence[int], params: SamplingParams
+) -> list[set[int]]:
+    """What each of `tokens` may be, given those before it; kept, for other cells ask the same."""
+    key = (*prompt, None, *tokens, repr(replace(params, logprobs=None)))
+    if key not in reference.right_tokens:
+        edit = processors(params, len(prompt))
+        logits = reference.logits(prompt, tokens)
+        stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
+        found = []
+        for index in range(len(tokens)):
+            ids = torch.tensor([[*prompt, *tokens[:index]]])
+            scores = edit(ids, logits[index : index + 1].clone())[0].numpy()
+            found.append(choices(scores, params, index, stops if index < params.min_tokens else ()))
+        reference.right_tokens[key] = found
+    return reference.right_tokens[key]

@@ -121,6 +121,8 @@ class Reference:
         self.model.save_pretrained(directory)
         # NOTE: the modes are to give the same tokens, so all but the first find their logits here.
         self._forward = functools.lru_cache(1024)(self._forward_once)
+        self.right_tokens: dict[tuple[object, ...], list[set[int]]] = {}
+        """What others have worked out from these logits."""
 
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         """What each of `tokens` after `prompt` is drawn from, float32 [len(tokens), V]."""

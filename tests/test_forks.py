@@ -58,10 +58,11 @@ def tokens_of(output):
 )
 def test_c24_g01_r12_n_samples_are_n_requests_with_their_seeds(reference, alone, mode, options):
     """In any batch, also one narrower than the request."""
+    lengths = LENGTHS[::2] if "block_size" in options or options.get("max_rows") == 1 else LENGTHS  # of many steps
     with running(mode, reference.directory, **options) as engine:
-        outputs = engine.generate([make_prompt(length) for length in LENGTHS], sampled(n=4))
+        outputs = engine.generate([make_prompt(length) for length in lengths], sampled(n=4))
         quiet(engine)
-    for length, output in zip(LENGTHS, outputs, strict=True):
+    for length, output in zip(lengths, outputs, strict=True):
         assert tokens_of(output) == alone[length]
         assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
         assert [sample.seed for sample in output.outputs] == [mix_seed(17, index) for index in range(4)]

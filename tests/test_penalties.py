@@ -161,14 +161,20 @@ def test_a_sample_that_is_left_with_no_token_ends_alone(reference, mode):
     assert len(plain.token_ids) == NEW
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_ledgers", [1, 3])
-def test_c40_requests_wait_for_a_ledger_and_find_nothing_in_it(reference, mode, max_ledgers):
-    """More requests than ledgers, in turn with others that need none; each has the tokens it has alone."""
+@pytest.fixture(scope="module")
+def requests_alone(reference):
+    """Requests in turn with others that need no ledger, and the tokens that each has alone."""
     lines = ["allowed_token_ids", "frequency_penalty", "bad_sequences", "logit_bias", "no_repeat_token"]
     requests = [(make_prompt(9 + i), make_params(LINES[lines[i % 5]] if i % 3 else {})) for i in range(14)]
     with running("sync", reference.directory) as engine:
-        expected = [engine.generate(prompt, params)[0].token_ids for prompt, params in requests]
+        return requests, [engine.generate(prompt, params)[0].token_ids for prompt, params in requests]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_ledgers", [1, 3])
+def test_c40_requests_wait_for_a_ledger_and_find_nothing_in_it(reference, requests_alone, mode, max_ledgers):
+    """More requests than ledgers; each has the tokens it has alone."""
+    requests, expected = requests_alone
     with running(mode, reference.directory, max_ledgers=max_ledgers) as engine:
         outputs = engine.generate(*map(list, zip(*requests, strict=True)))
     assert [output.token_ids for output in outputs] == expected
