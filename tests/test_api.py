@@ -173,9 +173,9 @@ def test_the_deltas_of_text_make_the_text(smollm2_dir, mode):
     """D07: no character is ever split, whatever the cut; streamed from the start, or from where the caller looks."""
     with running(mode, smollm2_dir, num_blocks=100) as engine:
         decode = engine.tokenizer.decode
-        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.3)
+        params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.3)
         for seed, way in ((1, "for"), (2, "async for")):
-            own = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.3, seed=seed)
+            own = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.3, seed=seed)
             handle = engine.stream(EMOJI * 3, own)
             beside = engine.submit(EMOJI, params)
             deltas = pieces(engine, handle, way)

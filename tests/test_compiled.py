@@ -72,7 +72,7 @@ def test_equal_layers_are_compiled_once_for_many_tokens_and_once_for_one(family,
     ("family", "mode"), [("llama", mode) for mode in MODES] + [(family, "async") for family in (NATIVE | ADAPTED)][1:]
 )
 def test_tokens_are_those_of_transformers(family, mode, saved, backend):
-    backend.lowers = True
+    backend.lowers = mode == "async"  # the compilers see the same under every loop
     directory, reference = saved(family)
     prompts = [[7 * i + 3 * j + 1 for j in range(length)] for i, length in enumerate((1, 9, 30))]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -125,7 +125,9 @@ def test_an_end_of_sequence_token_ends_the_sample_where_transformers_ends_it(sav
     assert outputs[2].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["sync", "async", *(pytest.param(mode, marks=pytest.mark.exhaustive) for mode in ("async3", "delayed"))]
+)
 def test_smollm2_equals_transformers(smollm2_dir, smollm2_reference, mode):
     prompts = ["The capital of France is", "def fibonacci(n):\n", "1, 2, 3, 4,", "Once upon a time, in a small village"]
     with running(mode, smollm2_dir, max_chunk_tokens=3 if mode == "delayed" else None) as engine:

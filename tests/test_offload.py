@@ -82,12 +82,12 @@ def test_preempted_samples_come_back_from_the_host(saved, family, mode):
 def test_the_last_windows_come_back(saved, family, mode):
     """Of a first turn that others have pushed out of the cache, the second finds what its windows see."""
     directory, _ = saved(family)
-    first, others = ids(30), [ids(40, seed=n) for n in range(1, 5)]
+    first, others = ids(30), [ids(66, seed=n) for n in range(1, 5)]
     options = dict(block_size=4, num_blocks=100, max_rows=2, max_step_tokens=16, offload_bytes=ROOM)
     with running(mode, directory, **options) as engine:
         history = [*first, *engine.generate([first], greedy())[0].token_ids]
         for other in others:
-            engine.generate([other], greedy())
+            engine.generate([other], greedy(4))
         turn = engine.generate([[*history, 7, 8]], greedy())[0]
         stats = settled(engine)
     assert turn.cached_tokens == (len(history) - 1) // 4 * 4

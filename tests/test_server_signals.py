@@ -14,8 +14,15 @@ from trainer import KEY, do
 from watching import PATIENCE, wait_until
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        (signal.SIGINT, "1"),
+        (signal.SIGINT, "2"),
+        (signal.SIGTERM, "2"),
+        pytest.param(signal.SIGTERM, "1", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_g07_a_signal_to_all_processes_lets_requests_finish(small_dir, tmp_path, name, processes):
     """Only the parent acts on it: no other process ends, and none prints a traceback."""
     log = tmp_path / "stderr"

@@ -65,7 +65,7 @@ def test_ignore_eos_covers_every_id_of_the_generation_configuration(reference, m
     A seed is looked for with which the end-of-sequence id comes early.
     """
     prompt = make_prompt(4)
-    many = [SamplingParams(temperature=3.0, seed=seed, ignore_eos=True, max_tokens=64) for seed in range(24)]
+    many = [SamplingParams(temperature=3.0, seed=seed, ignore_eos=True, max_tokens=64) for seed in range(12)]
     with running(mode, reference.directory) as engine:
         outputs = engine.generate([prompt] * len(many), many)
         assert all(len(output.token_ids) == 64 and output.finish_reason == "length" for output in outputs)

@@ -191,17 +191,22 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(("blocks", "chunk"), [(None, None), (18, 3)], ids=["roomy", "preempted and chunked"])
-@pytest.mark.parametrize("mode", MODES)
-def test_other_parameters_still_hold(small, mode, blocks, chunk):
-    """All at once, beside one with none; a grammar's parameter and another one together under every loop."""
+@pytest.fixture(scope="module")
+def more_alone(small):
+    """Parameters with a grammar and one of `MORE`, the last ones with none, and the tokens of each alone."""
     each = [
         SamplingParams(structured=StructuredOutput(regex=REGEX), max_tokens=40, seed=3, **more)
-        for more in MORE.values()
+        for more in (*MORE.values(), {})
     ]
-    each.append(SamplingParams(structured=StructuredOutput(regex=REGEX), max_tokens=40, seed=3))
     with running("sync", small) as engine:
-        expected = [engine.generate([PROMPTS[2]], own)[0].token_ids for own in each]
+        return each, [engine.generate([PROMPTS[2]], own)[0].token_ids for own in each]
+
+
+@pytest.mark.parametrize(("blocks", "chunk"), [(None, None), (18, 3)], ids=["roomy", "preempted and chunked"])
+@pytest.mark.parametrize("mode", MODES)
+def test_other_parameters_still_hold(small, more_alone, mode, blocks, chunk):
+    """All at once, beside one with none; a grammar's parameter and another one together under every loop."""
+    each, expected = more_alone
     options = {"block_size": 8, "max_model_len": 96, "max_chunk_tokens": chunk, "prefix_cache": blocks is None}
     with running(mode, small, num_blocks=blocks, **options) as engine:
         outputs = engine.generate([PROMPTS[2]] * len(each), each)

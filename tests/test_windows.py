@@ -38,7 +38,7 @@ def test_equals_transformers_with_chunks_wider_and_narrower_than_the_window(save
 def test_a_sample_much_longer_than_the_cache_would_hold_without_windows(saved, family, mode):
     """With only as many blocks as the windows, a chunk and the full layers need."""
     directory, model = saved(family)
-    windows, length = GROUPS[family], 200
+    windows, length = GROUPS[family], 140
     spans = [-(-length // 4) if not window else -(-(window - 1) // 4) + 3 for window in windows]
     options = dict(block_size=4, max_step_tokens=8, max_model_len=256, num_blocks=1 + sum(spans))
     with running(mode, directory, **options) as engine:
