@@ -59,6 +59,16 @@ def test_a_row_does_not_depend_on_the_number_of_rows():
         torch.testing.assert_close(layer(x[:rows].contiguous()), together[:rows], atol=1e-4, rtol=1e-5)
 
 
+def test_what_an_invariant_layer_adds_does_not_depend_on_the_number_of_rows():
+    """To the bit, and without the packed layout, in which any layer's products on a CPU are like that."""
+    layer = InvariantLinear(576, 576, False, torch.float32, CPU)
+    layer.weight.normal_()
+    x, residual = torch.randn(2, 40, 576)
+    together = layer.add_to(residual.clone(), x)
+    for rows in (1, 2, 3, 17):
+        assert torch.equal(layer.add_to(residual[:rows].clone(), x[:rows]), together[:rows])
+
+
 def test_packing_a_tied_layer_leaves_the_owner_its_weight():
     weight = torch.randn(OUTPUTS, INPUTS)
     kept = weight.clone()

@@ -59,3 +59,11 @@ def test_one_object_that_comes_again_is_as_good_as_many():
 def test_any_sequence_of_ints():
     assert plain_ids(range(3)).tolist() == [0, 1, 2]
     assert plain_ids(np.arange(3)) is None
+
+
+def test_what_does_not_begin_and_end_with_an_int_is_not_written_out(monkeypatch):
+    """Chats may be long, and lists that share others grow beyond all bounds."""
+    monkeypatch.setattr("twostroke.plain_ids.marshal.dumps", None)
+    assert plain_lists([[1, 2], [{"role": "user", "content": "a" * 10**6}]]) is None
+    assert plain_lists([[1, [2]]]) is None
+    assert plain_lists([["a", 1]]) is None

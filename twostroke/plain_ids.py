@@ -30,7 +30,7 @@ def plain_ids(ids: Sequence[Any] | np.ndarray) -> np.ndarray | None:
 
 def plain_lists(lists: Sequence[Any]) -> list[np.ndarray] | None:
     """Lists and tuples of such integers as arrays, which are parts of a new one; None if any is something else."""
-    if not {list, tuple}.issuperset(map(type, lists)):
+    if not {list, tuple}.issuperset(map(type, lists)) or not all(map(_may_be_plain, lists)):
         return None
     try:
         data = b"".join([marshal.dumps(ids, _VERSION) for ids in lists])  # faster than all in one call
@@ -45,3 +45,8 @@ def plain_lists(lists: Sequence[Any]) -> list[np.ndarray] | None:
         return None
     values = objects["value"].copy()
     return [values[head + 1 : end] for head, end in itertools.pairwise(heads)]
+
+
+def _may_be_plain(ids: Sequence[Any]) -> bool:
+    """Whether it begins and ends with an int: chats and texts, which may be long, are not to be written out in vain."""
+    return not ids or (type(ids[0]) is int and type(ids[-1]) is int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,9 +23,9 @@ class Progress:
     """
 
     def __init__(self, handles: Sequence[Handle], shown: bool | None) -> None:
-        self._total = self._running = len(handles)
+        self._total = len(handles)
         self._told = 0
-        self._counting = threading.Lock()
+        self._ended = itertools.count(1)
         self._news: deque[Handle] = deque()
         self._all_ended = ThreadWaiter()
         for handle in handles:
@@ -46,10 +46,8 @@ class Progress:
     def _hear(self, handle: Handle) -> None:
         """Called with each request that has ended, by whichever thread ends it."""
         self._news.append(handle)
-        with self._counting:
-            self._running -= 1
-            last = not self._running
-        if last:
+        # NOTE: no lock, which a forked child could find held for ever.
+        if next(self._ended) == self._total:
             self._all_ended.wake()
 
     def _show(self) -> None:
