@@ -51,7 +51,8 @@ ENGINE = {
 """The engine and the files it is cut into."""
 
 ALLOWED = {
-    "checks": {"numpy"},
+    "plain_ids": {"numpy"},
+    "checks": {"numpy", "plain_ids"},
     "structured": {"checks"},
     "held_input": {"numpy"},
     "logprob_record": {"numpy"},
@@ -84,7 +85,7 @@ ALLOWED = {
     "inbox": set(),
     "stderr": {"rich"},
     "progress": {"rich", "stderr", "text"},
-    "prompts": {"numpy", "checks", "text"},
+    "prompts": {"numpy", "checks", "plain_ids", "text"},
     "build_report": set(),
     "build_host_tier": {"torch", "config"} | BELOW_ENGINE,
     "build_memory": {"torch", "config"} | BELOW_ENGINE,
