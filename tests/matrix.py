@@ -151,17 +151,20 @@ def check(reference: Reference, prompt: Sequence[int], output: RequestOutput, pa
 def check_sample(reference: Reference, prompt: Sequence[int], sample: SampleOutput, params: SamplingParams) -> None:
     """Its tokens, where they end, and the log-probabilities that came with them."""
     tokens = sample.token_ids
-    stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
     ties = 0
     for index, (token, allowed) in enumerate(zip(tokens, right_tokens(reference, prompt, tokens, params), strict=True)):
         assert token in allowed, f"token {index} of {params} is {token}, not {allowed}"
         ties += len(allowed) > 1
     assert ties <= 1 + len(tokens) // 8
-    stopped = [index for index, token in enumerate(tokens, 1) if token in stops]
+    stopped = [index for index, token in enumerate(tokens, 1) if token in stops_of(params)]
     assert (sample.finish_reason, len(tokens)) == (("stop", stopped[0]) if stopped else ("length", NEW)), params
     if params.logprobs is not None:
         expected = reference.logits(prompt, tokens).double().log_softmax(-1)[range(len(tokens)), tokens].tolist()
         assert [entry.logprob for entry in sample.logprobs] == pytest.approx(expected, abs=1e-4)
+
+
+def stops_of(params: SamplingParams) -> list[int]:
+    return [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
 
 
 def right_tokens(
@@ -172,11 +175,10 @@ def right_tokens(
     if key not in reference.right_tokens:
         edit = processors(params, len(prompt))
         logits = reference.logits(prompt, tokens)
-        stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
         found = []
         for index in range(len(tokens)):
             ids = torch.tensor([[*prompt, *tokens[:index]]])
             scores = edit(ids, logits[index : index + 1].clone())[0].numpy()
-            found.append(choices(scores, params, index, stops if index < params.min_tokens else ()))
+            found.append(choices(scores, params, index, stops_of(params) if index < params.min_tokens else ()))
         reference.right_tokens[key] = found
     return reference.right_tokens[key]
