@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from engines import MODES, running
@@ -56,6 +57,22 @@ def test_requests_that_have_ended_before_are_told_of():
     end(ended)
     assert list(Progress([ended], False).wait()) == [ended]
     assert next(Progress([ended, running_on], False).wait()) is ended
+
+
+def test_the_end_of_the_last_request_is_heard_of_at_once(monkeypatch):
+    """Not at the next look at what has ended; and the bar counts all."""
+    monkeypatch.setattr("twostroke.progress._REFRESH_SECONDS", 100 * PATIENCE)
+    handles = [Handle([Sample(make_request(place))], NoOwner(), place) for place in range(2)]
+    with Progress(handles, False) as progress:
+        progress._bar, progress._task = Mock(), 0
+        heard = []
+        waiter = threading.Thread(target=lambda: heard.extend(progress.wait()), daemon=True)
+        waiter.start()
+        for handle in handles:
+            end(handle)
+        waiter.join(PATIENCE)
+        progress._bar.update.assert_called_with(0, completed=2)
+    assert heard == handles
 
 
 @pytest.mark.parametrize("mode", MODES)
