@@ -1,6 +1,6 @@
-"""How a plan lies in a slot's input: a header, then seven sections packed one behind the other.
+"""How a plan lies in a slot's input: a header, then eight sections packed one behind the other.
 
-Only the words in use are copied, so a steady decode step sends the header alone. Block copies and
+Only the words in use are copied, and a few more (`slot.py`): of a steady decode step the header. Block copies and
 scores come first: where they are, the host must know, too.
 """
 
