@@ -109,7 +109,7 @@ def streamed_library(tmp_path_factory):
     """The library of the attention of decode lanes in CUDA C++, for the CPU."""
     from emulation import compiled
 
-    sources = ["streamed_decode.cuh", "head_softmax.cuh"]
+    sources = ["streamed_decode.cuh", "head_softmax.cuh", "pairs.cuh"]
     return compiled(tmp_path_factory.mktemp("emulated"), "streamed_decode.cpp", sources)
 
 

@@ -18,8 +18,9 @@ from paged_case import dense_attention, make_case
 
 from twostroke.attention.interface import LayerSpec
 from twostroke.attention.torch_backend import TorchAttention
-from twostroke.kernels import streamed_prefill
+from twostroke.kernels import ops, streamed_prefill
 from twostroke.kernels.compiler import CompilerMissing
+from twostroke.kernels.ops import Rotary
 from twostroke.kernels.streamed_prefill import StreamedPrefill, tile_tokens
 
 pytest.importorskip("triton")
@@ -40,7 +41,7 @@ WHERE = [pytest.param("cpu", marks=emulated), pytest.param("cuda", marks=[pytest
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    sources = ["streamed_prefill.cuh", "row_softmax.cuh"]
+    sources = ["streamed_prefill.cuh", "query_rotation.cuh", "row_softmax.cuh", "pairs.cuh"]
     return compiled(tmp_path_factory.mktemp("emulated"), "prompts/streamed_prefill.cpp", sources)
 
 
@@ -128,14 +129,14 @@ def with_unused_chunks(step, count):
     )
 
 
-def run(attend, case, spec, num_blocks, block_size):
+def run(attend, case, spec, num_blocks, block_size, rotary=None):
     """Return the output, NaN where nothing was written."""
     cache = in_cache(case, spec, num_blocks, block_size)
     queries = case.q.clone()
     out = torch.full(case.q.shape, NAN, device=case.q.device, dtype=torch.bfloat16)
     schedule = schedule_of(case.step, len(out), spec)
     table = case.step.block_tables[spec.group]
-    attend(case.q, cache.keys[0], cache.values[0], table, schedule, out, scale=spec.scale)
+    attend(case.q, cache.keys[0], cache.values[0], table, schedule, out, scale=spec.scale, rotary=rotary)
     assert not attend._tickets.any()
     assert torch.equal(case.q.view(torch.int16), queries.view(torch.int16))
     return out
@@ -184,13 +185,45 @@ def test_equals_dense_attention(launcher, where, kv_heads, group, head_dim, bloc
         assert torch.equal(run(attend, case, spec, num_blocks, block_size)[3:], out[3:])
 
 
+def make_rotary(tokens, head_dim, normed, where):
+    cos, sin = torch.randn(2, tokens, head_dim // 2, generator=torch.Generator().manual_seed(1)).to(where)
+    weight = (1 + torch.rand(head_dim, generator=torch.Generator().manual_seed(2))).bfloat16().to(where)
+    return Rotary(cos, sin, weight if normed else None, None, 0.5)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim", "block_size"), [shape for shape in SHAPES if shape[1] > 1])
+def test_queries_are_normed_and_rotated_on_their_way(launcher, where, normed, kv_heads, group, head_dim, block_size):
+    """As by a pass of its own; items end where no tile does, and there are more of them than there is room for."""
+    spec = LayerSpec(kv_heads * group, kv_heads, head_dim, head_dim**-0.5, group=1)
+    options = {"block_size": block_size, "dtype": torch.bfloat16, "device": where}
+    case, num_blocks = make_case(spec, lengths=[4, 9], chunks=[(5, 200), (0, 31), (130, 3)], padding=37, **options)
+    rotary = make_rotary(len(case.q), head_dim, normed, where)
+    out = run(launcher(where), case, spec, num_blocks, block_size, rotary)
+    plain = run(launcher(where), case, spec, num_blocks, block_size)
+    # NOTE: no more than the rounding of a sum or two apart: `ops.rotate_` adds in an order of its own.
+    ops.rotate_(case.q, torch.zeros_like(case.k), *rotary)
+    expected = run(launcher(where), case, spec, num_blocks, block_size)
+    begin, end = int(case.step.chunk_offsets[0]), int(case.step.chunk_offsets[-1])
+    errors, norms = ((x - y).double().norm(dim=2)[begin:end] for x, y in ((out, expected), (plain, expected)))
+    assert (errors <= 1e-2 * expected[begin:end].double().norm(dim=2)).all()
+    assert (norms > 5 * errors).double().mean() > 0.9, "rotation changes what comes out"
+    assert out[:begin].isnan().all()
+    assert not out[end:].any()
+
+
 @emulated
-def test_who_takes_which_item_and_when_changes_nothing(launcher):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_who_takes_which_item_and_when_changes_nothing(launcher, rotated):
     spec = LayerSpec(4, 2, 128, 128**-0.5)
     options = {"block_size": 16, "dtype": torch.bfloat16}
     case, num_blocks = make_case(spec, lengths=[], chunks=[(40, 70), (0, 300), (200, 40)], **options)
-    outs = [run(launcher("cpu", seed, blocks), case, spec, num_blocks, 16) for seed in range(6) for blocks in (1, 3)]
-    check(case, outs[0])
+    rotary = make_rotary(len(case.q), 128, True, "cpu") if rotated else None
+    orders = [(seed, blocks) for seed in range(6) for blocks in (1, 3)]
+    outs = [run(launcher("cpu", *order), case, spec, num_blocks, 16, rotary) for order in orders]
+    if not rotated:
+        check(case, outs[0])
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -270,6 +303,30 @@ def test_large_steps_are_right_and_every_run_the_same(launcher, heads, kv_heads,
         out = torch.full_like(first, NAN)
         attend(case.q, cache.keys[0], cache.values[0], table, schedule, out, scale=spec.scale, early=early)
         assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (4, 4, 128), (6, 2, 64)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_through_the_backend_with_rotation(heads, kv_heads, head_dim, normed):
+    """Against the plain backend in float32. With a kv head for each query head a pass of its own rotates queries."""
+    spec = LayerSpec(heads, kv_heads, head_dim, head_dim**-0.5)
+    options = {"block_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
+    case, num_blocks = make_case(spec, lengths=[7, 300], chunks=[(5, 200), (0, 31), (130, 3)], **options)
+    rotary = make_rotary(len(case.q), head_dim, normed, "cuda")._replace(eps=1e-6)
+    rotary = rotary._replace(k_norm=rotary.q_norm)
+    q, k = case.q.clone(), case.k.clone()
+    ops.rotate_(q, k, *rotary)
+    plain = TorchAttention([spec], num_blocks, 16, torch.float32, torch.device("cuda"))
+    case.fill(plain)
+    expected = plain.forward(0, q.float(), k.float(), case.v.float(), case.step)
+    fused = triton_backend.TritonAttention([spec], num_blocks, 16, torch.bfloat16, torch.device("cuda"))
+    assert fused._streamed_prefill is not None
+    case.fill(fused)
+    out = fused.forward_rotary(0, case.q, case.k, case.v, rotary, case.step)
+    errors, norms = (x.double().norm(dim=2) for x in (out - expected, expected))
+    assert (errors <= 1e-2 * norms).all(), f"off by {(errors / norms).max():.1%}"
 
 
 @pytest.mark.gpu

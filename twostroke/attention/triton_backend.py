@@ -162,14 +162,17 @@ class TritonAttention(TritonCache):
         """Store the keys and values of the tokens from the first chunk on, and attend with their queries."""
         spec, keys, values = self.layers[layer], self.keys[layer], self.values[layer]
         slots, offsets = step.cache_slots[spec.group], step.chunk_offsets
+        streamed = self._streamed_prefill if self._tile_tokens[layer] else None
         if rotary is None:
             cache_write(k, v, keys, values, slots, offsets)
         else:
-            rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets)
+            on_their_way = streamed is not None and streamed.rotates(spec.heads, spec.kv_heads)
+            rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets, rotate_queries=not on_their_way)
+            rotary = rotary if on_their_way else None
         table = step.block_tables[spec.group]
-        if self._streamed_prefill is not None and self._tile_tokens[layer]:
+        if streamed is not None:
             schedule = self._prefill_schedules[self._tile_tokens[layer]]
-            self._streamed_prefill(q, keys, values, table, schedule, out, scale=spec.scale, early=self._early)
+            streamed(q, keys, values, table, schedule, out, scale=spec.scale, rotary=rotary, early=self._early)
             return
         prefill_attention(
             q, keys, values, table, step.chunk_rows, step.chunk_starts, offsets, out,

@@ -20,6 +20,22 @@ __device__ __forceinline__ T* kept(T* pointer) {
     return pointer;
 }
 
+// For places that the compiler cannot tell to be in shared memory.
+__device__ __forceinline__ void load_shared(uint2& words, uint32_t from) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(float4& numbers, uint32_t from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(numbers.x), "=f"(numbers.y), "=f"(numbers.z), "=f"(numbers.w)
+                 : "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t to, uint2 words) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(words.x), "r"(words.y) : "memory");
+}
+
 // Declares the shared memory that a launch asks for. Not a function, which the compiler would compute addresses by.
 #define DYNAMIC_SHARED(name) extern __shared__ uint8_t name[]
 
@@ -166,6 +182,12 @@ __device__ __forceinline__ void load_pairs(void* to, const CUtensorMap* map, int
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
             address(to)),
         "l"(map), "r"(address(barrier)), "r"(column), "r"(inner), "r"(outer) : "memory");
+}
+
+// Neighbours in memory, a multiple of 16 bytes at multiples of 16 bytes.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(address(to)), "l"(from),
+                 "r"(bytes), "r"(address(barrier)) : "memory");
 }
 
 // How the matrix unit finds a matrix in shared memory, rows of 64 numbers, swizzled by 128 bytes, eight rows apart 1 KB.

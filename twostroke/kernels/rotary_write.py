@@ -103,6 +103,8 @@ def rotate_and_write(
     values: torch.Tensor,
     slots: torch.Tensor,
     first: torch.Tensor,
+    *,
+    rotate_queries: bool = True,
 ) -> None:
     """`ops.rotate_` on q and k, then `cache_write` of k and v; q is changed in place, k is not.
 
@@ -113,8 +115,10 @@ def rotate_and_write(
         keys, values: one layer's cache, [num_blocks, kv_heads, block_size, D], contiguous.
         slots: int64 [T], block * block_size + offset.
         first: int32 [>= 1]; tokens before first[0] are left alone. It is read on the device.
+        rotate_queries: False: q is left alone.
     """
     tokens, q_heads, head_dim = q.shape
+    q_heads = q_heads if rotate_queries else 0
     kv_heads, half = k.shape[1], head_dim // 2
     half_pad = next_power_of_2(half)
     heads = min(next_power_of_2(max(q_heads, kv_heads)), max(1, 512 // half_pad))

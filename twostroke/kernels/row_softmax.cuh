@@ -8,17 +8,13 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "pairs.cuh"
 #include "warp_products.cuh"
 
 namespace {
 
 constexpr int ROWS = 64;        // of a warp group
 constexpr int POSITIONS = 128;  // of a tile of keys and values
-
-__device__ __forceinline__ uint32_t rounded_pair(float first, float second) {
-    __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-    return *reinterpret_cast<const uint32_t*>(&both);
-}
 
 template <int DIM>
 struct RowSoftmax {
@@ -74,7 +70,7 @@ struct RowSoftmax {
     template <int COLUMNS>
     __device__ __forceinline__ void round() {
 #pragma unroll
-        for (int i = 0; i < COLUMNS / 2; i += 2) weight[i / 8][i / 2 % 4] = rounded_pair(score[i], score[i + 1]);
+        for (int i = 0; i < COLUMNS / 2; i += 2) weight[i / 8][i / 2 % 4] = rounded({score[i], score[i + 1]});
     }
 
     __device__ __forceinline__ void scale_result(float2 by) {
@@ -101,7 +97,7 @@ struct RowSoftmax {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* numbers = result + (first / 8 + i) * 4 + row * 2;
-                pair[i] = rounded_pair(numbers[0], numbers[1]);
+                pair[i] = rounded({numbers[0], numbers[1]});
             }
             exchange(pair[0], pair[1], odd, 1), exchange(pair[2], pair[3], odd, 1);
             exchange(pair[0], pair[2], upper, 2), exchange(pair[1], pair[3], upper, 2);

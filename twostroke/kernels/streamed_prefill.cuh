@@ -3,7 +3,8 @@
 // What `paged_prefill.py` computes without a window, built so that products never pause:
 //   * One block runs on each multiprocessor and takes items one after the other, the longest first: tiles of 128 rows, which are
 //     the pairs of some tokens of a chunk with the query heads of a kv head.
-//   * One warp asks the tensor memory accelerator for queries, keys and values, ahead of their use and across items.
+//   * One warp asks the tensor memory accelerator for queries, keys and values, ahead of their use and across items. Three more
+//     norm and rotate the queries of the next item meanwhile, where they lie.
 //   * Two warp groups have 64 rows each. They take turns: while one asks for the scores of its next tile of positions and for the
 //     weighted values of its last one, the other takes its softmax. Weights stay in registers.
 // Who takes which item may differ from run to run; what an item gives may not.
@@ -16,6 +17,7 @@
 #include <stdint.h>
 
 #include "hopper.cuh"
+#include "query_rotation.cuh"
 #include "row_softmax.cuh"
 
 namespace {
@@ -26,15 +28,18 @@ constexpr int THREADS = (1 + GROUPS) * GROUP_THREADS;
 constexpr int STAGES = 2;
 constexpr int HALF = POSITIONS / 2;
 constexpr int LINE = 128;  // bytes, of 64 numbers
-constexpr int READER_REGISTERS = 40, OTHER_REGISTERS = 232;
+constexpr int READER_REGISTERS = 56, OTHER_REGISTERS = 224;
 constexpr int BLOCK_REGISTERS = 65536 / THREADS / 8 * 8 * (1 + GROUPS);  // of a thread of each group, as a block starts
 static_assert(READER_REGISTERS + GROUPS * OTHER_REGISTERS <= BLOCK_REGISTERS, "a group would wait for registers for ever");
+constexpr int ROTATORS = 3;         // warps
+constexpr int ROTATED_TOKENS = 64;  // of an item whose queries are to be rotated, at most
 constexpr int TURNS = 1, CLEARED = TURNS + GROUPS;  // where threads meet
 
 struct alignas(128) Prompts {
     CUtensorMap queries, keys, values;
     int kv_heads, group, tile_tokens, block_size, box_positions, table_stride;
     float scale;          // includes log2(e)
+    Rotation rotation;    // of queries
     const int* schedule;  // records, behind one whose first word is their number
     const int* table;
     int* tickets;  // taken, and blocks that are done; both zero between launches
@@ -63,8 +68,8 @@ struct Ring {
 struct Gate {
     uint64_t full[STAGES], empty[STAGES];
 
-    __device__ void prepare_all() {
-        for (int i = 0; i < STAGES; ++i) prepare(&full[i], 1), prepare(&empty[i], GROUPS * GROUP_WARPS);
+    __device__ void prepare_all(int fillers) {
+        for (int i = 0; i < STAGES; ++i) prepare(&full[i], fillers), prepare(&empty[i], GROUPS * GROUP_WARPS);
     }
 };
 
@@ -73,8 +78,15 @@ struct Shared {
     static constexpr int LINES = DIM / 64;
     uint8_t queries[STAGES][LINES][GROUPS * ROWS * LINE];
     uint8_t keys[STAGES][LINES][POSITIONS * LINE], values[STAGES][LINES][POSITIONS * LINE];
+    float angles[2][ROTATED_TOKENS][DIM / 2];  // cosines and sines, of one item
     Gate of_queries, of_keys, of_values;
+    uint64_t landed[STAGES];                   // queries and angles, which rotators look at before others do
     Item items[STAGES];
+
+    __device__ void prepare_all() {
+        of_queries.prepare_all(ROTATORS), of_keys.prepare_all(1), of_values.prepare_all(1);
+        for (uint64_t& barrier : landed) prepare(&barrier, 1);
+    }
 };
 
 // A warp that asks for what the others work on.
@@ -85,7 +97,7 @@ struct Reader {
     const Prompts& a;
     Memory& s;
     int thread, items, unit, line;  // a box that this thread asks for: `unit` of a tile's, `line` of a position's
-    Ring<STAGES> queries, keys, values;
+    Ring<STAGES> queries, queries_before = {STAGES - 1, 1}, keys, values;
 
     __device__ Reader(const Prompts& a, Memory& s, int thread) : a(a), s(s), thread(thread) {
         int units = POSITIONS / a.box_positions;
@@ -107,19 +119,26 @@ struct Reader {
     }
 
     __device__ __forceinline__ void ask_queries(const Item& item) {
-        uint64_t* full = &s.of_queries.full[queries.place];
-        wait_for(&s.of_queries.empty[queries.place], queries.parity ^ 1);
+        int place = queries.place;
+        uint64_t* landed = &s.landed[place];
+        wait_for(&s.of_queries.empty[place], queries.parity ^ 1);
+        wait_for(&s.of_queries.full[queries_before.place], queries_before.parity);  // rotated: there is room for new angles
         if (thread == 0) {
-            s.items[queries.place] = item;
+            s.items[place] = item;
             if (item.tiles() > 0) {
-                expect(full, Memory::LINES * a.tile_tokens * a.group * LINE);
+                int angles = a.rotation.cosines != nullptr ? item.tokens * (DIM / 2) : 0, at = item.token * (DIM / 2);
+                expect(landed, Memory::LINES * a.tile_tokens * a.group * LINE + 2 * angles * sizeof(float));
                 for (int i = 0; i < Memory::LINES; ++i)
-                    load_pairs(s.queries[queries.place][i], &a.queries, i * 64, item.head * a.group, item.token, full);
+                    load_pairs(s.queries[place][i], &a.queries, i * 64, item.head * a.group, item.token, landed);
+                if (angles > 0) {
+                    load_bytes(s.angles[0], a.rotation.cosines + at, angles * sizeof(float), landed);
+                    load_bytes(s.angles[1], a.rotation.sines + at, angles * sizeof(float), landed);
+                }
             } else {
-                arrive(full);
+                arrive(landed);
             }
         }
-        queries.turn();
+        queries.turn(), queries_before.turn();
     }
 
     __device__ __forceinline__ void ask_tile(uint8_t (&to)[STAGES][Memory::LINES][POSITIONS * LINE], const CUtensorMap* map, Gate& gate,
@@ -134,37 +153,86 @@ struct Reader {
         ring.turn();
     }
 
-    // Keys are asked for a tile ahead of values, as they are used.
+    // Keys are asked for a tile ahead of values, as they are used, and queries an item ahead.
     __device__ __forceinline__ void run() {
+        const Item none = {-1, 0, 0, 0, 0};
         int blocks = gridDim.x;
         bool shared = items > blocks;
         int ticket = blockIdx.x, next = items, asked = 0;
-        Item item = load_item(ticket), next_item = {};  // asked for beside the number of items; there is room for a record
+        Item item = load_item(ticket);  // asked for beside the number of items; there is room for a record
         if (shared && thread == 0) asked = count_up(a.tickets);
+        if (ticket >= items) item = none;
         int from = ticket < items ? look_up(item, 0) : 0;
+        ask_queries(item);
 #pragma unroll 1
         while (ticket < items) {
+            Item next_item = none;
             if (shared) next = blocks + __shfl_sync(~0u, asked, 0);
             if (next < items) {
                 next_item = load_item(next);
                 if (thread == 0) asked = count_up(a.tickets);
             }
-            ask_queries(item);
             int tiles = item.tiles(), before = 0;
 #pragma unroll 1
             for (int tile = 0; tile <= tiles; ++tile) {
                 if (tile < tiles) ask_tile(s.keys, &a.keys, s.of_keys, keys, item, tile, from);
                 if (tile > 0) ask_tile(s.values, &a.values, s.of_values, values, item, tile - 1, before);
+                // By now the item before needs its queries no more, or soon will not.
+                if (tile == min(1, tiles)) ask_queries(next_item);
                 before = from;
                 if (tile + 1 < tiles) from = look_up(item, tile + 1);
             }
             if (next < items) from = look_up(next_item, 0);
             item = next_item, ticket = next;
         }
-        item.head = -1, item.position = item.tokens = 0;
-        ask_queries(item);
         // All tickets have been taken by who waited for them.
         if (shared && thread == 0 && atomicAdd(a.tickets + 1, 1) == blocks - 1) a.tickets[0] = a.tickets[1] = 0;
+    }
+};
+
+// One of the warps that norm and rotate queries. Those that need neither go through its hands, too: with a way around it the
+// compiler does products one by one; a test looks.
+template <int DIM>
+struct Rotator {
+    using Memory = Shared<DIM>;
+    using Rows = RowRotation<DIM>;
+    static constexpr int TOKENS_AT_ONCE = ROTATORS * Rows::ROWS_AT_ONCE;
+
+    const Prompts& a;
+    Memory& s;
+    int thread, first;  // of its warp; the first token of an item that this thread has
+    Rows rows;
+
+    __device__ Rotator(const Prompts& a, Memory& s, int warp, int thread)
+        : a(a), s(s), thread(thread), first(warp * Rows::ROWS_AT_ONCE + thread / Rows::THREADS_PER_ROW), rows(a.rotation, thread) {}
+
+    // Two heads of a token at once.
+    __device__ __forceinline__ void rotate(int tokens, uint32_t queries) const {
+        constexpr uint32_t ANGLES = DIM / 2 * sizeof(float);
+        uint32_t cosines = address(s.angles[0]), sines = address(s.angles[1]);
+#pragma unroll 1
+        for (int round = 0; round < tokens; round += TOKENS_AT_ONCE) {
+            uint32_t token = min(round + first, tokens - 1), row = token * a.group;
+#pragma unroll 1
+            for (int head = 0; head < a.group; head += 2)
+                rows.rotate(queries, GROUPS * ROWS * LINE, {row + head, row + min(head + 1, a.group - 1)}, cosines + token * ANGLES,
+                            sines + token * ANGLES, round + first < tokens);
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        Ring<STAGES> queries;
+        Item item{};
+#pragma unroll 1
+        while (item.head >= 0) {
+            wait_for(&s.landed[queries.place], queries.parity);
+            item = s.items[queries.place];
+            if (item.tiles() > 0 && a.rotation.cosines != nullptr) rotate(item.tokens, address(s.queries[queries.place][0]));
+            fence_async();
+            __syncwarp();
+            if (thread == 0) arrive(&s.of_queries.full[queries.place]);
+            queries.turn();
+        }
     }
 };
 
@@ -342,14 +410,17 @@ __global__ void __launch_bounds__(THREADS, 1) streamed_prefill(const __grid_cons
     int warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         expect_map(&a.queries), expect_map(&a.keys), expect_map(&a.values);
-        s.of_queries.prepare_all(), s.of_keys.prepare_all(), s.of_values.prepare_all();
+        s.prepare_all();
         fence_prepared();
     }
     __syncthreads();
     wait_for_input();
     if (warp < GROUP_WARPS) {
         give_registers_back<READER_REGISTERS>();
-        if (warp == 0) Reader<DIM>(a, s, thread).run();
+        if (warp == 0)
+            Reader<DIM>(a, s, thread).run();
+        else
+            Rotator<DIM>(a, s, warp - 1, thread).run();
     } else {
         take_registers<OTHER_REGISTERS>();
         Computer<DIM>(a, s, warp / GROUP_WARPS - 1, warp % GROUP_WARPS, thread).run();

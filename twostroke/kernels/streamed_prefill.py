@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .compiler import load_library
+from .ops import Rotary
 from .prefill_schedule import PrefillSchedule
 from .softmax_tile import LOG2_E
 from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
@@ -23,6 +24,8 @@ POSITIONS = 128
 _SOURCE = Path(__file__).with_suffix(".cu")
 _SMALLEST_BOX = 16
 """Positions that are read at once, at least."""
+_ROTATED_TOKENS = 64
+"""Of a tile whose queries are rotated, at most: there is no room for the angles of more."""
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
@@ -38,8 +41,10 @@ class _Prompts(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("kv_heads", "group", "tile_tokens", "block_size", "box_positions")),
         ("table_stride", ctypes.c_int),
         ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "weight")),
+        ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("schedule", "table", "tickets", "out")),
-        ("_padding", ctypes.c_char * 64),
+        ("_padding", ctypes.c_char * 32),
     ]
 
 
@@ -66,6 +71,11 @@ class StreamedPrefill:
         small = heads <= MAX_GROUP * kv_heads and head_dim in HEAD_DIMS
         return dtype == torch.bfloat16 and small and block_size % _SMALLEST_BOX == 0 and window == 0
 
+    @staticmethod
+    def rotates(heads: int, kv_heads: int) -> bool:
+        """Whether queries of such a layer can be rotated on their way."""
+        return tile_tokens(heads, kv_heads) <= _ROTATED_TOKENS
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -76,11 +86,14 @@ class StreamedPrefill:
         out: torch.Tensor,
         *,
         scale: float,
+        rotary: Rotary | None = None,
         early: bool = False,
     ) -> None:
         """Do what `paged_prefill.prefill_attention` does without a window, with the same arguments.
 
         Args:
+            rotary: how queries are changed on their way, for layers that `rotates`; None: not at all. They stay as they
+                are in `q`.
             q: strides of tokens and heads are multiples of 16 bytes, and so is its address.
             schedule: the step's chunks, in tiles of `tile_tokens`.
             early: may start while the kernel ahead of it ends (programmatic dependent launch).
@@ -90,6 +103,9 @@ class StreamedPrefill:
         given.kv_heads, given.group, given.tile_tokens = kv_heads, heads // kv_heads, schedule.tile_tokens
         given.block_size, given.box_positions = block_size, math.gcd(block_size, POSITIONS)
         given.table_stride, given.scale = table.stride(0), scale * LOG2_E
+        if rotary is not None:
+            given.cosines, given.sines, given.eps = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.eps
+            given.weight = None if rotary.q_norm is None else rotary.q_norm.data_ptr()
         given.schedule, given.table = schedule.words.data_ptr(), table.data_ptr()
         given.tickets, given.out = self._tickets.data_ptr(), out.data_ptr()
         places = (place_in(given, _Prompts.queries.offset), ctypes.c_void_p(q.data_ptr()))

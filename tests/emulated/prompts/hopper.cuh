@@ -14,6 +14,12 @@ T* kept(T* pointer) {
     return pointer;
 }
 
+template <class Words>
+void load_shared(Words& words, uint32_t from) {
+    words = *reinterpret_cast<Words*>(shared_memory + from);
+}
+inline void store_shared(uint32_t to, uint2 words) { *reinterpret_cast<uint2*>(shared_memory + to) = words; }
+
 template <int COUNT>
 void give_registers_back() {}
 template <int COUNT>
@@ -60,6 +66,16 @@ inline void load_pairs(void* to, const CUtensorMap* map, int column, int inner, 
         Grid::now->memory(block);
         memcpy(to, box.data(), box.size());
         of(barrier).land(box.size());
+    });
+}
+
+inline void load_bytes(void* to, const void* from, int bytes, uint64_t* barrier) {
+    if (address(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("bytes that are not at multiples of 16");
+    memset(to, 0xFF, bytes);
+    Grid::now->later([=, block = blockIdx.x] {
+        Grid::now->memory(block);
+        memcpy(to, from, bytes);
+        of(barrier).land(bytes);
     });
 }
 

@@ -18,7 +18,7 @@ std::string name(uint32_t at) {
         return inside ? what + std::string(place < STAGES ? " full " : " empty ") + std::to_string(place % STAGES) : "";
     };
     return named("queries", offsetof(Memory, of_queries)) + named("keys", offsetof(Memory, of_keys)) +
-           named("values", offsetof(Memory, of_values));
+           named("values", offsetof(Memory, of_values)) + named("landed queries", offsetof(Memory, landed));
 }
 
 // What the kernel ahead writes, queries among it: it is not there before that has ended.
