@@ -307,13 +307,21 @@ def test_large_steps_are_right_and_every_run_the_same(launcher, heads, kv_heads,
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (4, 4, 128), (6, 2, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "chunks", "on_their_way"),
+    [
+        (16, 8, 128, [(5, 2000), (0, 31), (130, 2100)], True),
+        (16, 8, 128, [(5, 200), (0, 31), (130, 3)], False),
+        (4, 4, 128, [(5, 2000), (0, 31), (130, 2100)], False),
+        (6, 2, 64, [(5, 2000), (0, 31), (130, 7000)], True),
+    ],
+)
 @pytest.mark.parametrize("normed", [False, True])
-def test_through_the_backend_with_rotation(heads, kv_heads, head_dim, normed):
-    """Against the plain backend in float32. With a kv head for each query head a pass of its own rotates queries."""
+def test_through_the_backend_with_rotation(heads, kv_heads, head_dim, chunks, on_their_way, normed):
+    """Against the plain backend in float32; where that is best, a pass of its own rotates the queries."""
     spec = LayerSpec(heads, kv_heads, head_dim, head_dim**-0.5)
     options = {"block_size": 16, "dtype": torch.bfloat16, "device": "cuda"}
-    case, num_blocks = make_case(spec, lengths=[7, 300], chunks=[(5, 200), (0, 31), (130, 3)], **options)
+    case, num_blocks = make_case(spec, lengths=[7, 300], chunks=chunks, **options)
     rotary = make_rotary(len(case.q), head_dim, normed, "cuda")._replace(eps=1e-6)
     rotary = rotary._replace(k_norm=rotary.q_norm)
     q, k = case.q.clone(), case.k.clone()
@@ -322,7 +330,7 @@ def test_through_the_backend_with_rotation(heads, kv_heads, head_dim, normed):
     case.fill(plain)
     expected = plain.forward(0, q.float(), k.float(), case.v.float(), case.step)
     fused = triton_backend.TritonAttention([spec], num_blocks, 16, torch.bfloat16, torch.device("cuda"))
-    assert fused._streamed_prefill is not None
+    assert fused._streamed_prefill.rotates(len(case.q), heads, kv_heads) == on_their_way
     case.fill(fused)
     out = fused.forward_rotary(0, case.q, case.k, case.v, rotary, case.step)
     errors, norms = (x.double().norm(dim=2) for x in (out - expected, expected))

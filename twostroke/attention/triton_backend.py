@@ -166,7 +166,7 @@ class TritonAttention(TritonCache):
         if rotary is None:
             cache_write(k, v, keys, values, slots, offsets)
         else:
-            on_their_way = streamed is not None and streamed.rotates(spec.heads, spec.kv_heads)
+            on_their_way = streamed is not None and streamed.rotates(len(q), spec.heads, spec.kv_heads)
             rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets, rotate_queries=not on_their_way)
             rotary = rotary if on_their_way else None
         table = step.block_tables[spec.group]

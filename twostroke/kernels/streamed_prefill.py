@@ -26,6 +26,8 @@ _SMALLEST_BOX = 16
 """Positions that are read at once, at least."""
 _ROTATED_TOKENS = 64
 """Of a tile whose queries are rotated, at most: there is no room for the angles of more."""
+_ROTATED_TILES = 3
+"""Of a multiprocessor, at least, where queries are rotated on their way."""
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
@@ -71,10 +73,13 @@ class StreamedPrefill:
         small = heads <= MAX_GROUP * kv_heads and head_dim in HEAD_DIMS
         return dtype == torch.bfloat16 and small and block_size % _SMALLEST_BOX == 0 and window == 0
 
-    @staticmethod
-    def rotates(heads: int, kv_heads: int) -> bool:
-        """Whether queries of such a layer can be rotated on their way."""
-        return tile_tokens(heads, kv_heads) <= _ROTATED_TOKENS
+    def rotates(self, tokens: int, heads: int, kv_heads: int) -> bool:
+        """Whether queries of so many tokens are best rotated on their way; if not, a pass of its own must do it.
+
+        A block's first queries are rotated while it has nothing else to do, so it should have some tiles.
+        """
+        size = tile_tokens(heads, kv_heads)
+        return size <= _ROTATED_TOKENS and tokens // size * kv_heads >= _ROTATED_TILES * self._processors
 
     def __call__(
         self,
@@ -92,8 +97,8 @@ class StreamedPrefill:
         """Do what `paged_prefill.prefill_attention` does without a window, with the same arguments.
 
         Args:
-            rotary: how queries are changed on their way, for layers that `rotates`; None: not at all. They stay as they
-                are in `q`.
+            rotary: how queries are changed on their way, with tiles of at most 64 tokens; None: not at all. They stay
+                as they are in `q`.
             q: strides of tokens and heads are multiples of 16 bytes, and so is its address.
             schedule: the step's chunks, in tiles of `tile_tokens`.
             early: may start while the kernel ahead of it ends (programmatic dependent launch).
