@@ -1,7 +1,8 @@
 """Times prompt attention over tile sizes, as TFLOP/s of the visible half, beside the ceiling of a large product.
 
-usage: python bench/prefill_attention.py [--chosen]     (on a GPU; about 45 s, most of it compiling; prints one JSON
-object; `--chosen`: only the tiles that the backend takes, beside the kernel in CUDA C++)
+usage: python bench/prefill_attention.py [--chosen | --rotated]     (on a GPU; about 45 s, most of it compiling; prints
+one JSON object; `--chosen`: only the tiles that the backend takes, beside the kernel in CUDA C++; `--rotated`: that
+kernel behind the pass that norms, rotates and stores, which rotates queries, too, or leaves them to it)
 
 Shapes are those of Qwen3-0.6B (16 query heads, 8 kv heads) and Llama-3.1-8B (32, 8), head dimension 128, bf16. A case
 is the (first position, tokens) of its chunks; the step's other sizes are those of the captured shape for it.
@@ -15,8 +16,10 @@ import torch
 from twostroke.bench.ceilings import measure_ceilings
 from twostroke.bench.timing import graph_seconds
 from twostroke.device.shapes import PaddedShapes, StepShape
+from twostroke.kernels.ops import Rotary
 from twostroke.kernels.paged_prefill import PrefillTiles, prefill_attention, prefill_tiles
 from twostroke.kernels.prefill_schedule import make_prefill_schedule
+from twostroke.kernels.rotary_write import rotate_and_write
 from twostroke.kernels.streamed_prefill import StreamedPrefill, tile_tokens
 
 KV_HEADS, DIM, BLOCK, LAYERS, WIDTH = 8, 128, 16, 4, 512
@@ -93,6 +96,28 @@ def seconds_of(chunks, heads, tiles=None):
     return graph_seconds(work) / LAYERS
 
 
+def rotated_seconds_of(chunks, heads, on_their_way):
+    """Of a layer with norms of queries and keys, from the end of its q/k/v product to that of attention."""
+    inputs = inputs_of(chunks, heads)
+    q, table, *_, offsets, blocks = inputs
+    caches = torch.randn(LAYERS, 2, blocks, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, len(q), KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(DIM, device="cuda", dtype=torch.bfloat16)
+    rotary = Rotary(*torch.randn(2, len(q), DIM // 2, device="cuda"), weight, weight, 1e-6)
+    slots = BLOCK + torch.arange(len(q), device="cuda")
+    out, scale = torch.empty_like(q), DIM**-0.5
+    attend, schedule = StreamedPrefill(q.device), schedule_of(inputs, heads)
+    torch.cuda.synchronize()
+
+    def work():
+        for keys, values in caches:
+            rotate_and_write(q, k, v, *rotary, keys, values, slots, offsets, rotate_queries=not on_their_way)
+            queries = rotary if on_their_way else None
+            attend(q, keys, values, table, schedule, out, scale=scale, rotary=queries, early=True)
+
+    return graph_seconds(work) / LAYERS
+
+
 def schedule_seconds_of(chunks, heads):
     inputs = inputs_of(chunks, heads)
     torch.cuda.synchronize()
@@ -137,10 +162,21 @@ def as_chosen(model, heads, ceiling):
     )
 
 
+def rotated(model, heads, ceiling):
+    """Queries rotated by a pass of its own, and on their way, case by case."""
+    ways = ["by a pass", "on their way"]
+    times = {way: {name: rotated_seconds_of(CASES[name], heads, way == ways[1]) for name in CASES} for way in ways}
+    backend = StreamedPrefill(torch.device("cuda"))
+    taken = {name: backend.rotates(len(inputs_of(chunks, heads)[0]), heads, KV_HEADS) for name, chunks in CASES.items()}
+    yield {"model": model} | {way: in_us(times[way]) for way in ways} | {"on their way in models": taken}
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--chosen", action="store_true")
-    way = as_chosen if parser.parse_args().chosen else over_tiles
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--chosen", dest="way", action="store_const", const=as_chosen, default=over_tiles)
+    group.add_argument("--rotated", dest="way", action="store_const", const=rotated)
+    way = parser.parse_args().way
     ceiling = measure_ceilings().flop_per_s
     found = [line for model, heads in HEADS.items() for line in way(model, heads, ceiling)]
     report = {"gpu": torch.cuda.get_device_name(), "ceiling_tflop_per_s": round(ceiling * 1e-12, 1), "found": found}
