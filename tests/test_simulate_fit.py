@@ -235,6 +235,25 @@ def test_it_prints_a_row_per_number_of_replicas_and_writes_both_files(tmp_path: 
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--bench", "gsm8k", "--requests", 10), "requests=10 has no use with --bench"),
+        (("--bench", "gsm8k", "--max-rows", 8), "max_rows=8 has no use with --bench"),
+        (("--bench", "gsm8k", "--sweep", "max_rows=2,4"), "sweep=['max_rows=2,4'] has no use with --bench"),
+        (("--bench", "gsm8k", "--png", "x.png"), "png='x.png' has no use with --bench"),
+        (("--against", ARTICLE, "--model", "qwen3-0.6b"), "model='qwen3-0.6b' has no use with --bench or --against"),
+        (("--trace", "x.jsonl", "--rate", 3), "rate=3.0 has no use with --trace"),
+        (("--hash-tokens", 4), "hash_tokens=4 has no use without --trace"),
+        (("--burst", 3), "burst=3 has no use with --pattern poisson"),
+    ],
+)
+def test_a_flag_that_would_change_nothing_is_refused(flags: tuple[object, ...], said: str) -> None:
+    result = run(*FIT, *flags)
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
+
+
 def test_targets_end_the_search_and_name_the_answer() -> None:
     result = run(*FIT, *FEW, "--replicas", "1..9", "--rate", 200, "--max-rows", 8, "--target-ttft-ms", 400)
     assert result.exit_code == 0, result.output

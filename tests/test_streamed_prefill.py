@@ -75,6 +75,15 @@ def test_shapes_that_fit():
     assert not fits(window=512)
 
 
+@emulated
+def test_who_rotates_queries(launcher):
+    """Attention where each multiprocessor has three tiles, here of 8 kv heads; a pass where angles have no room."""
+    attend = launcher("cpu", blocks=132)
+    assert [attend.rotates(tokens, 16, 8) for tokens in (3199, 3200)] == [False, True]
+    assert [attend.rotates(tokens, 32, 8) for tokens in (1599, 1600)] == [False, True]
+    assert not attend.rotates(1 << 20, 8, 8)
+
+
 def test_a_missing_compiler_leaves_the_kernel_in_triton_and_says_so(monkeypatch, caplog):
     def missing(*_):
         raise CompilerMissing("no CUDA compiler (nvcc) was found")
@@ -211,6 +220,22 @@ def test_queries_are_normed_and_rotated_on_their_way(launcher, where, normed, kv
     assert (norms > 5 * errors).double().mean() > 0.9, "rotation changes what comes out"
     assert out[:begin].isnan().all()
     assert not out[end:].any()
+
+
+@emulated
+@pytest.mark.parametrize("chunks", [[(118, 1)], [(0, 0), (5, 9)], []])
+def test_blocks_without_an_item(launcher, chunks):
+    """More blocks than items: they end, and let the others end."""
+    spec = LayerSpec(4, 2, 64, 64**-0.5)
+    case, num_blocks = make_case(
+        spec, lengths=[3], chunks=chunks, padding=4, block_size=16, dtype=torch.bfloat16, device="cpu"
+    )
+    rotary = make_rotary(len(case.q), 64, True, "cpu")
+    few, many = (run(launcher("cpu", blocks=blocks), case, spec, num_blocks, 16, rotary) for blocks in (1, 9))
+    end = 1 + sum(tokens for _, tokens in chunks)
+    assert torch.equal(few[1:], many[1:])
+    assert many[1:end].isfinite().all()
+    assert not many[end:].any()
 
 
 @emulated

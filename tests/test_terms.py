@@ -194,9 +194,11 @@ def test_one_bad_request_behind_many_that_are_alike_starts_nothing(mode, bad):
     prompts = [[5, 6, place] for place in range(21)]
     with running(mode, max_waiting=21) as engine:
         free = engine.stats().free_blocks
-        with pytest.raises(InvalidRequest, match=next(iter(bad))):
+        with pytest.raises(InvalidRequest, match=rf"{next(iter(bad))}.*, in params\[20\]$"):
             engine.generate(prompts, [*good, last])
-        with pytest.raises(InvalidRequest, match=r"prompt\[1\]=512"):
+        with pytest.raises(InvalidRequest, match=rf"{next(iter(bad))}(?!.*, in )"):
+            engine.generate(prompts, last)
+        with pytest.raises(InvalidRequest, match=r"prompt\[1\]=512 .*, in prompts\[20\]$"):
             engine.generate([*prompts[:20], [5, 512]], [*good, good[0]])
         stats = engine.stats()
         assert (stats.prompt_tokens, stats.waiting, stats.running, stats.free_blocks) == (0, 0, 0, free)
@@ -300,9 +302,9 @@ def checked(prompts):
 @given(st.lists(PROMPTS, max_size=5))
 def test_prompts_are_refused_together_as_they_are_one_by_one(prompts):
     one_by_one = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         if isinstance(result := checked([prompt]), str):
-            one_by_one = result
+            one_by_one = result if len(prompts) == 1 else f"{result}, in prompts[{place}]"
             break
         one_by_one += result
     assert checked(prompts) == one_by_one

@@ -3,9 +3,12 @@
 import copy
 import reprlib
 import traceback
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 _REPR = reprlib.Repr()
 _REPR.maxlist = _REPR.maxtuple = 40
@@ -81,6 +84,19 @@ def clear_frames(error: BaseException) -> None:
         traceback.clear_frames(cause.__traceback__)
         cleared.append(cause)
         cause = cause.__cause__
+
+
+def each_of(name: str, items: Sequence[Item], act: Callable[[Item], Made]) -> list[Made]:
+    """Return what `act` makes of each item. If it refuses one of several, the message says which."""
+    made: list[Made] = []
+    for item in items:
+        try:
+            made.append(act(item))
+        except InvalidRequest as error:
+            if len(items) == 1:
+                raise
+            raise InvalidRequest(f"{error}, in {name}[{len(made)}]") from error
+    return made
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:

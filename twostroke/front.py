@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from .constraints.constraints import Constraints
-from .errors import InvalidRequest, QueueFull, TwostrokeError, counted, shown
+from .errors import InvalidRequest, QueueFull, TwostrokeError, counted, each_of, shown
 from .limits import Limits
 from .progress import Progress
 from .prompts import Prompt, as_prompts, check_prompts, encode_prompts
@@ -174,16 +174,30 @@ class Front:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], request_id: str | None = None
     ) -> list[Handle]:
         """Check requests, and what they have in common only once; `request_id` is for a single one."""
-        terms = {id(own): own for own in params}
-        each = {key: self._known_terms.of(own) for key, own in terms.items()}
+        each = self._terms_of(params)
         ids = check_prompts(encode_prompts(prompts, self.tokenizer), self.limits.vocab_size)
         if (owner := self._owner()) is None:
             owner = _Owner(self)
             self._owner = weakref.ref(owner)
-        return [
-            self._assemble(request_id, own_ids, each[id(own)], owner, place)
-            for place, (own_ids, own) in enumerate(zip(ids, params, strict=True))
-        ]
+
+        def assemble(place: int) -> Handle:
+            return self._assemble(request_id, ids[place], each[id(params[place])], owner, place)
+
+        return each_of("prompts", range(len(ids)), assemble)
+
+    def _terms_of(self, params: Sequence[SamplingParams]) -> dict[int, Terms]:
+        """The terms of each object among `params`, by its id."""
+        found: dict[int, Terms] = {}
+        for place, own in enumerate(params):
+            if id(own) in found:
+                continue
+            try:
+                found[id(own)] = self._known_terms.of(own)
+            except InvalidRequest as error:
+                if all(other is own for other in params):
+                    raise
+                raise InvalidRequest(f"{error}, in params[{place}]") from error
+        return found
 
     def _assemble(self, request_id: str | None, ids: np.ndarray, terms: Terms, owner: _Owner, place: int) -> Handle:
         """The handle of a request whose parts are checked."""

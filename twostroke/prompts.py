@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from .checks import require_token_ids, require_utf8
-from .errors import InvalidRequest, shown
+from .errors import InvalidRequest, each_of, shown
 from .plain_ids import plain_ids, plain_lists
 from .text.tokenizer import Tokenizer
 
@@ -33,9 +33,9 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None) -> Sequence[Sequence[int] | np.ndarray]:
-    """Return the token ids of each prompt, see `encode_prompt`."""
+    """Return the token ids of each prompt, see `encode_prompt`; of several, an error says which was refused."""
     plain = plain_lists(prompts)
-    return [encode_prompt(prompt, tokenizer) for prompt in prompts] if plain is None else plain
+    return each_of("prompts", prompts, lambda prompt: encode_prompt(prompt, tokenizer)) if plain is None else plain
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> Sequence[int] | np.ndarray:
@@ -76,11 +76,11 @@ def check_prompts(prompts: Sequence[Sequence[int] | np.ndarray], vocab_size: int
     Those of several prompts are checked together, in one array, of which each prompt gets its part.
 
     Raises:
-        InvalidRequest: an id is no token's; the message names the first one and its place in its prompt.
+        InvalidRequest: an id is no token's; the message names the first one, its place, and its prompt's among several.
     """
     flat = _flat(prompts) if len(prompts) > 1 else None
     if flat is None or not len(flat) or flat.min() < 0 or flat.max() >= vocab_size:
-        return [require_token_ids("prompt", prompt, vocab_size) for prompt in prompts]
+        return each_of("prompts", prompts, lambda prompt: require_token_ids("prompt", prompt, vocab_size))
     ids = flat.astype(np.int32, copy=False)
     ids.flags.writeable = False
     ends = itertools.accumulate(map(len, prompts), initial=0)

@@ -75,8 +75,11 @@ class StructuredOutput:
 
 def _as_json(name: str, value: Any) -> Any:
     if name == "choice":
-        if not is_listed(value) or not len(value) or not all(isinstance(text, str) for text in value):
+        if not is_listed(value) or not len(value):
             raise InvalidRequest(f"structured.choice={shown(value)} must be a list of at least one string")
+        for place, text in enumerate(value):
+            if not isinstance(text, str):
+                raise InvalidRequest(f"structured.choice[{place}]={shown(text)} must be a string")
         return json.dumps(list(value))
     if isinstance(value, Mapping):
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from ..simulate.search import Candidate, Targets, best, parse_variants, search
 from ..simulate.settings import Settings
 from ..simulate.shape import cost_of_preset
 from ..simulate.trace_file import TraceFile
-from ..simulate.traffic import PATTERNS, Traffic
+from ..simulate.traffic import BURSTS, PATTERNS, Traffic
 from .flags import engine_flag, with_flags
 from .folders import make_folder
 from .streams import tell
@@ -125,7 +126,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures here.")] = None,
     bench: Annotated[str | None, typer.Option(help=f"Simulate this benchmark: {', '.join(KNOWN)}.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --bench: a result of it, to compare with.")
+        Path | None, typer.Option(metavar="FILE", help="A result to compare with; alone, of the benchmark to simulate.")
     ] = None,
 ) -> None:
     """Simulate engines with the real scheduler, on a clock and a step-time model that is fitted to benchmarks."""
@@ -134,9 +135,22 @@ def simulate(
             make_folder(path.parent, flag)
     if png is not None:
         require_matplotlib("--png")
+    compares = bench is not None or against is not None
+    if compares:
+        own: dict[str, Any] = vars(traffic) | vars(engine) | {"model": model, "hash_tokens": hash_tokens}
+        own |= {"replicas": replicas, "routing": routing, "sweep": sweep, "price": price}
+        own |= {"target_ttft_ms": target_ttft_ms, "target_itl_ms": target_itl_ms}
+        own |= {"trace": trace and str(trace), "png": png and str(png)}
+        _refuse_unused("with --bench or --against", own)
+    elif trace is not None:
+        _refuse_unused("with --trace", vars(traffic))
+    else:
+        _refuse_unused("without --trace", {"hash_tokens": hash_tokens})
+        if traffic.pattern != BURSTS:
+            _refuse_unused(f"with --pattern {traffic.pattern}", {"burst": traffic.burst})
     fitted = fit_results([read_result(path) for path in fit], memory_bytes)
     _print_fit(fitted)
-    if bench is not None or against is not None:
+    if compares:
         _print_comparison(fitted, bench, against, memory_bytes, json_file)
         return
     if routing not in RULES:
@@ -173,6 +187,14 @@ def simulate(
 
 
 simulate = with_flags(simulate)
+
+
+def _refuse_unused(beside: str, values: Mapping[str, Any]) -> None:
+    """Raise `InvalidConfig` for a flag that changes nothing beside others, unless it has its default."""
+    flags = inspect.signature(simulate).parameters
+    for name, value in values.items():
+        if value != flags[name].default:
+            raise InvalidConfig(f"{name}={shown(value)} has no use {beside}")
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -1,6 +1,7 @@
 """The way of a step's queries, keys and values from the projection to attention, in one kernel.
 
-Queries are normed and rotated in place; keys are normed, rotated and stored in the paged cache, values stored there.
+Keys are normed, rotated and stored in the paged cache, values stored there; queries are normed and rotated in place,
+unless attention does it.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -57,7 +58,7 @@ def rotate_and_write_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
 ):
-    """One program per token and `HEADS` heads: tiles of q, then of k with the same heads of v."""
+    """One program per token and `HEADS` heads: tiles of k with the same heads of v, then of q, or none of these."""
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(first_ptr):
         return
@@ -66,16 +67,9 @@ def rotate_and_write_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_ptr + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
-    Q_TILES: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    if tile < Q_TILES:
+    KV_TILES: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    if tile < KV_TILES:
         head = tile * HEADS + tl.arange(0, HEADS)
-        inside = (head < Q_HEADS)[:, None] & (pair < HALF)[None, :]
-        q_ptrs = q_ptr + token * q_token_stride + head[:, None] * q_head_stride + pair[None, :]
-        a, b = _normed_halves(q_ptrs, q_weight_ptr, pair, inside, eps, HALF, Q_NORM, dtype)
-        tl.store(q_ptrs, (a * cos - b * sin).to(dtype), mask=inside)
-        tl.store(q_ptrs + HALF, (b * cos + a * sin).to(dtype), mask=inside)
-    else:
-        head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)
         inside = (head < KV_HEADS)[:, None] & (pair < HALF)[None, :]
         k_ptrs = k_ptr + token * k_token_stride + head[:, None] * k_head_stride + pair[None, :]
         v_ptrs = v_ptr + token * v_token_stride + head[:, None] * v_head_stride + pair[None, :]
@@ -88,6 +82,13 @@ def rotate_and_write_kernel(
         tl.store(keys_ptr + target + HALF, (b * cos + a * sin).to(dtype), mask=inside)
         tl.store(values_ptr + target, tl.load(v_ptrs, mask=inside, other=0.0), mask=inside)
         tl.store(values_ptr + target + HALF, tl.load(v_ptrs + HALF, mask=inside, other=0.0), mask=inside)
+    else:
+        head = (tile - KV_TILES) * HEADS + tl.arange(0, HEADS)
+        inside = (head < Q_HEADS)[:, None] & (pair < HALF)[None, :]
+        q_ptrs = q_ptr + token * q_token_stride + head[:, None] * q_head_stride + pair[None, :]
+        a, b = _normed_halves(q_ptrs, q_weight_ptr, pair, inside, eps, HALF, Q_NORM, dtype)
+        tl.store(q_ptrs, (a * cos - b * sin).to(dtype), mask=inside)
+        tl.store(q_ptrs + HALF, (b * cos + a * sin).to(dtype), mask=inside)
 
 
 def rotate_and_write(
@@ -118,11 +119,12 @@ def rotate_and_write(
         rotate_queries: False: q is left alone.
     """
     tokens, q_heads, head_dim = q.shape
-    q_heads = q_heads if rotate_queries else 0
     kv_heads, half = k.shape[1], head_dim // 2
     half_pad = next_power_of_2(half)
     heads = min(next_power_of_2(max(q_heads, kv_heads)), max(1, 512 // half_pad))
-    rotate_and_write_kernel[(tokens, cdiv(q_heads, heads) + cdiv(kv_heads, heads))](
+    # NOTE: the grid alone tells whether queries are rotated: a warm-up of one of both ways compiles the other.
+    tiles = cdiv(kv_heads, heads) + (cdiv(q_heads, heads) if rotate_queries else 0)
+    rotate_and_write_kernel[(tokens, tiles)](
         q, k, v, cos, sin, q if q_weight is None else q_weight, k if k_weight is None else k_weight,
         keys, values, slots, first, eps,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),

@@ -109,6 +109,7 @@ class StreamedPrefill:
         given.block_size, given.box_positions = block_size, math.gcd(block_size, POSITIONS)
         given.table_stride, given.scale = table.stride(0), scale * LOG2_E
         if rotary is not None:
+            assert schedule.tile_tokens <= _ROTATED_TOKENS, "their angles have no room"
             given.cosines, given.sines, given.eps = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.eps
             given.weight = None if rotary.q_norm is None else rotary.q_norm.data_ptr()
         given.schedule, given.table = schedule.words.data_ptr(), table.data_ptr()
