@@ -139,6 +139,14 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(tmp_path: Path) -
     assert f"{path}:2: prompt[1]=1000000" in result.stderr
 
 
+def test_logprobs_that_nothing_would_show_are_refused(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, {"prompt": [1, 2]}, {"prompt": [1], "prompt_logprobs": 3})
+    result = run("generate", *TINY, "--prompts-file", path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{path}:2: prompt_logprobs=3 needs --json" in result.stderr
+    assert "logprobs=0 needs --json" in run("generate", *TINY, "--prompt", "x", "--logprobs", "0").stderr
+
+
 def test_text_for_a_model_without_a_tokenizer_is_refused_with_a_way_out() -> None:
     result = run("generate", *TINY, "--prompt", "x")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -210,7 +218,11 @@ def test_json_has_the_logprobs_that_were_asked_for(tmp_path: Path) -> None:
     assert [entry["token_id"] for entry in first["prompt_logprobs"][1:]] == [6, 7]
     assert len(second["outputs"]) == 2
     assert "prompt_logprobs" not in second
-    printed = run("generate", *flags).stdout.splitlines()
+
+
+def test_each_of_several_samples_has_a_heading(tmp_path: Path) -> None:
+    path = lines_file(tmp_path, {"prompt": [5, 6, 7]}, {"prompt": [5], "n": 2, "best_of": 3})
+    printed = run("generate", *TINY, "--prompts-file", path, "--max-tokens", "4", "--ignore-eos").stdout.splitlines()
     assert [line for line in printed if line.startswith("---")] == ["--- 1 ---", "--- 2.1 ---", "--- 2.2 ---"]
 
 

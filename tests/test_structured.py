@@ -278,6 +278,8 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_sample(small):
         (StructuredOutput(regex="[" * 9_000), " ... "),
         (StructuredOutput(choice=[]), "at least one string"),
         (StructuredOutput(choice="ab"), "at least one string"),
+        (StructuredOutput(choice=["a", 3]), "structured.choice[1]=3 must be a string"),
+        (StructuredOutput(regex=r"[^\s\S]"), "cannot be followed: no text matches it"),
         (StructuredOutput(regex="a" * (1 << 20) + "b"), "characters"),
         (StructuredOutput(json_object="yes"), "structured.json_object='yes'"),
         ({"regex": "a"}, "must be a StructuredOutput"),

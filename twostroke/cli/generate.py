@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InvalidRequest, counted
+from ..errors import InvalidRequest, counted, shown
 from ..request import FinishReason
 from .flags import EngineFlags, SamplingFlags, with_flags
 from .prompts import Job, gather
@@ -46,12 +47,22 @@ def generate(
 ) -> None:
     """Answer prompts, all of them together."""
     jobs = gather(prompt or (), prompts_file, sampling.params(), chat)
+    if not as_json:
+        _refuse_logprobs(jobs)
     from .. import Engine
 
     with Engine(**engine.arguments()) as running:
         outputs = _answer(running, jobs, _JsonLines() if as_json else _Text(len(jobs) > 1, running.tokenizer is None))
     if any(sample.finish_reason == FinishReason.ERROR for output in outputs for sample in output.outputs):
         raise typer.Exit(1)
+
+
+def _refuse_logprobs(jobs: Sequence[Job]) -> None:
+    """Raise `InvalidRequest` for what only JSON shows."""
+    for job in jobs:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(job.params, name)) is not None:
+                raise InvalidRequest(f"{job.source}: {name}={shown(value)} needs --json: text shows none")
 
 
 def _answer(engine: Engine, jobs: list[Job], printer: _JsonLines | _Text) -> list[RequestOutput]:

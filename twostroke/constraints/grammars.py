@@ -217,7 +217,8 @@ def _unforced(grammar: str) -> str:
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
     """The error without the dump of the parser's state that follows it."""
-    return _shortened(matcher.get_error().split("<state>")[0].strip())
+    reason = matcher.get_error().split("<state>")[0].strip()
+    return "no text matches it" if "NoExtensionBias" in reason else _shortened(reason)
 
 
 def _shortened(reason: str) -> str:
