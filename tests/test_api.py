@@ -68,8 +68,8 @@ def test_one_prompt_or_several(smollm2, many):
 
 def test_an_empty_text_is_shown_as_it_was_given(smollm2):
     """B10: the user wrote no list of token ids."""
-    for prompt in ("", ["a", ""]):
-        with pytest.raises(InvalidRequest, match=r"^prompt='' has no tokens: at least one is needed$"):
+    for prompt, place in (("", ""), (["a", ""], r", in prompts\[1\]")):
+        with pytest.raises(InvalidRequest, match=rf"^prompt='' has no tokens: at least one is needed{place}$"):
             smollm2.generate(prompt)
 
 
