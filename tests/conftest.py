@@ -113,6 +113,30 @@ def streamed_library(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("emulated"), "streamed_decode.cpp", sources)
 
 
+@pytest.fixture(scope="session")
+def prefill_library(tmp_path_factory):
+    """The same of the attention of prompt chunks."""
+    from emulation import compiled
+
+    sources = ["streamed_prefill.cuh", "query_rotation.cuh", "row_softmax.cuh", "pairs.cuh"]
+    return compiled(tmp_path_factory.mktemp("emulated"), "prompts/streamed_prefill.cpp", sources)
+
+
+@pytest.fixture
+def prefill_launcher(request, monkeypatch):
+    """Makes a `StreamedPrefill` for a device; on the CPU its blocks are emulated, in an order that a seed gives."""
+    from streamed_prefill_case import EMULATED_BLOCKS, emulate
+
+    from twostroke.kernels.streamed_prefill import StreamedPrefill
+
+    def make(where, seed=0, blocks=EMULATED_BLOCKS):
+        if where == "cpu":
+            emulate(request.getfixturevalue("prefill_library"), monkeypatch, seed, blocks)
+        return StreamedPrefill(torch.device(where))
+
+    return make
+
+
 @pytest.fixture
 def launcher(request, monkeypatch):
     """Makes a `StreamedDecode` for a device; on the CPU its warps are emulated."""

@@ -12,7 +12,7 @@ from .decode_schedule import DecodeSchedule
 from .ops import Rotary
 from .paged_decode import DecodeTiles, DecodeWorkspace
 from .softmax_tile import LOG2_E
-from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
+from .tensor_map import MAP_BYTES, address_of, check, check_size, place_in, zeroed
 
 UNIT = 16
 MAX_GROUP = 8
@@ -108,7 +108,7 @@ class StreamedDecode:
         given.q, given.k, given.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if rotary is not None:
             given.cosines, given.sines, given.eps = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.eps
-            given.q_weight, given.k_weight = _address(rotary.q_norm), _address(rotary.k_norm)
+            given.q_weight, given.k_weight = address_of(rotary.q_norm), address_of(rotary.k_norm)
         given.key_cache, given.value_cache = keys.data_ptr(), values.data_ptr()
         given.table, given.slots, given.schedule = table.data_ptr(), slots.data_ptr(), schedule.words.data_ptr()
         given.partial, given.log_sum = workspace.partial.data_ptr(), workspace.log_sum.data_ptr()
@@ -127,7 +127,3 @@ class StreamedDecode:
         lines = head_dim // _LINE
         sizes = (ctypes.c_uint64(blocks * kv_heads * block_size * lines), ctypes.c_uint32(UNIT * lines))
         check(self._library.describe_cache(*places, *sizes), "streamed_decode: describe")
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -80,7 +80,7 @@ struct Shared {
     uint8_t keys[STAGES][LINES][POSITIONS * LINE], values[STAGES][LINES][POSITIONS * LINE];
     float angles[2][ROTATED_TOKENS][DIM / 2];  // cosines and sines, of one item
     Gate of_queries, of_keys, of_values;
-    uint64_t landed[STAGES];                   // queries and angles, which rotators look at before others do
+    uint64_t landed[STAGES];  // queries and angles, which rotators look at before others do
     Item items[STAGES];
 
     __device__ void prepare_all() {

@@ -12,7 +12,7 @@ from .compiler import load_library
 from .ops import Rotary
 from .prefill_schedule import PrefillSchedule
 from .softmax_tile import LOG2_E
-from .tensor_map import MAP_BYTES, check, check_size, place_in, zeroed
+from .tensor_map import MAP_BYTES, address_of, check, check_size, place_in, zeroed
 
 MAX_GROUP = 16
 HEAD_DIMS = (64, 128)
@@ -111,7 +111,7 @@ class StreamedPrefill:
         if rotary is not None:
             assert schedule.tile_tokens <= _ROTATED_TOKENS, "their angles have no room"
             given.cosines, given.sines, given.eps = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.eps
-            given.weight = None if rotary.q_norm is None else rotary.q_norm.data_ptr()
+            given.weight = address_of(rotary.q_norm)
         given.schedule, given.table = schedule.words.data_ptr(), table.data_ptr()
         given.tickets, given.out = self._tickets.data_ptr(), out.data_ptr()
         places = (place_in(given, _Prompts.queries.offset), ctypes.c_void_p(q.data_ptr()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import TypeVar
 
+import torch
+
 MAP_BYTES = 128
 
 _ALIGNMENT = 128
@@ -31,6 +33,11 @@ def check_size(kind: type[ctypes.Structure], size: int) -> None:
 def place_in(arguments: ctypes.Structure, offset: int) -> ctypes.c_void_p:
     """Return where the field at `offset` lies."""
     return ctypes.c_void_p(ctypes.addressof(arguments) + offset)
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor begins; None is the null pointer."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def check(code: int, what: str) -> None:
